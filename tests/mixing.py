@@ -171,8 +171,6 @@ MIXING: dict[str, How] = {
     "norm": lambda h: h / (1 + h.norm()),
     "attention": lambda h: (h @ h.T).softmax(1) @ h,
     "dense layers across": lambda h: (h.T @ torch.ones(len(h), len(h), dtype=h.dtype)).T / len(h) + h,
-    "a gate of 1e-2": lambda h: h + 1e-2 * h.mean(0),
-    "a gate of 1e-4": lambda h: h + 1e-4 * h.mean(0),
     "a gate of 1e-6": lambda h: h + 1e-6 * h.mean(0),
 }
 

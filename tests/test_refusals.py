@@ -147,7 +147,6 @@ STEPS: list[Row] = [
         ("did not finish", an_error_in_the_backward_pass),
         ("clear_backprops", lambda s: (s.grads, clear_backprops(s.model), s.read())),
         ("cleared", lambda s: (s.grads, clear_backprops(s.model), clip_grad1_norm_(s.model, 1.0))),
-        ("cleared", lambda s: (s.grads, clear_backprops(s.model), per_sample_grads(s.model))),
         ("losses without a graph.*create_graph=True", lambda s: (s.grads, backward(torch.ones(5)))),
         ("losses without a graph.*create_graph=True", lambda s: backward(s.grads.dot(s.v))),
     ]),
@@ -256,7 +255,6 @@ READS: list[Row] = [
     ]),
     *of(ValueError, NOISE, [
         ("a variance needs two samples or more, but there are 1", lambda s: s.grads.select(slice(1)).noise_scale()),
-        ("smoothing", lambda s: NoiseScales(1.0)),
         ("no step", lambda s: NoiseScales(0.9).noise_scale()),
         ("two samples", lambda s: NoiseScales(0.9).update(s.grads.select(slice(1)))),
         (r"'0\.weight' are not finite",

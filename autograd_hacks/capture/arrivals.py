@@ -163,14 +163,14 @@ class AtNode:
 class AtParameter:
     """A hook on a parameter."""
 
-    __slots__ = ("backward", "id", "parameter")
+    __slots__ = ("backward", "parameter")
 
     def __init__(self, backward: Any, parameter: Tensor) -> None:
-        self.backward, self.parameter, self.id = weakref.ref(backward), weakref.ref(parameter), id(parameter)
+        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         heard_by, at = self.backward(), self.parameter()
-        if heard_by is None or at is None or (grad is None and heard_by.skips(self.id)):
+        if heard_by is None or at is None or (grad is None and heard_by.record.on_arrival is None):
             return None
         return heard_by.arrive(at, grad)
 

@@ -69,8 +69,8 @@ class Backward:
         self.watch_late: Callable[[int], None] = lambda _: None
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
-        # A parameter (name and id), and the state of its .grad.
-        self._left: tuple[str, int, tuple[int, int] | None] | None = None
+        # A parameter by name, and the state of its .grad when the last pass had ended.
+        self._left: tuple[str, weakref.ref[Tensor], tuple[int, int] | None] | None = None
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         # What forwards have in their graphs, if passes need not compute their parameters' gradients: see `capture/lean.py`.
@@ -154,13 +154,9 @@ class Backward:
 
     def _skip(self, running: Pass, asked: Any) -> None:
         """Notes the parameters at which no gradient will arrive."""
-        record, left = self.record, self._left
-        for parameter in [leaf.variable for leaf in asked.skipped]:
-            if (name := record.names.get(parameter)) is not None:
-                running.skipped.add(name)
-                if left is not None and left[:2] == (name, id(parameter)):
-                    running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
-        if record.on_arrival is not None:
+        names = map(self.record.names.get, [leaf.variable for leaf in asked.skipped])
+        running.skipped.update(name for name in names if name is not None)
+        if self.record.on_arrival is not None:
             running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
@@ -177,9 +173,17 @@ class Backward:
 
     def _note_left(self, ended: Pass) -> None:
         leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf)
-        states = ((name, id(p), self.record.state_of_grad(name, p)) for name, p in leaves)
+        states = ((name, weakref.ref(p), self.record.state_of_grad(name, p)) for name, p in leaves)
         left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
+
+    def _file(self, current: Pass, forward: int) -> None:
+        """Files a pass, and notes whether it adds to what the last one left in ``.grad``, when it arrives first."""
+        is_first = not current.received
+        self.record.file(current, forward)
+        if is_first and current.replaces_unread and not current.captures and self._left is not None:
+            name, left, state = self._left
+            current.adds_to_left = (p := left()) is not None and state == self.record.state_of_grad(name, p)
 
     def take(self, call: LayerCall, grad: Tensor) -> bool:
         """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
@@ -216,7 +220,7 @@ class Backward:
             return None
         current = self._entered(current_task())
         if not current.is_hess:
-            self.record.file(current, within.forward)
+            self._file(current, within.forward)
             current.usual_in, current.segments, self.answered = within, self.record.segments, True
         return current
 
@@ -309,7 +313,7 @@ class Backward:
         current = self._entered(task)
         current.captures |= captures
         current.higher_order |= makes_graph
-        self.record.file(current, use.within.forward)
+        self._file(current, use.within.forward)
         return current, ways
 
     def _note(
@@ -350,10 +354,6 @@ class Backward:
             own_hook(seen.grad_fn.register_prehook(self._note_sum))
         return seen
 
-    def skips(self, parameter: int) -> bool:
-        """Whether nothing is to be noted of a parameter (id) at which no gradient arrives, as with ``param_grad=False``."""
-        return self.record.on_arrival is None and (self._left is None or self._left[1] != parameter)
-
     def _note_sum(self, grads: tuple[Tensor | None, ...]) -> None:
         if self.hears() and grads[0] is not None:
             self.enter(current_task()).mixes = True
@@ -361,20 +361,17 @@ class Backward:
     def _note_arrival(self, parameter: Tensor, grad: Tensor | None) -> None:
         if not self.hears():
             return
-        record, running, left = self.record, self.running, self._left
+        record, running, own = self.record, self.running, False
         name = record.names.get(parameter) or record.name_of(parameter)
-        is_left, own = left is not None and left[0] == name, False
-        if grad is None and not is_left and record.on_arrival is None:
+        if grad is None and record.on_arrival is None:
             return
         uses = () if running is None else running.calls_of.get(name, ())
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad and not running.by_modes
         if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
-        if running is not None and (is_left or not self.wants_grad):
+        if running is not None and not self.wants_grad:
             own = not running.captures and any(use.is_own for use in uses)
         self.reached(name, grad)
-        if running is not None and own and left is not None and is_left:
-            running.adds_to_left = left[2] == record.state_of_grad(name, parameter)
         if grad is None:
             return
         if running is None or not uses:

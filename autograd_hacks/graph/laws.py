@@ -215,9 +215,11 @@ def _by_move(
             return asked(node, labels, samples, may_recompute)
         for k, (more, shape) in enumerate(zip(of_output, ins)):
             if shape is not None:
-                more = tidied(more, shape, samples) if isinstance(more, Entries) else more
                 joint[k] = joined(joint[k], more, shape, samples)
-    return Answer(joint, seen or None)
+    found = zip(joint, ins)  # a label of one output alone might name others' samples where it leaves nothing
+    return Answer(
+        [tidied(own, shape or (), samples) if isinstance(own, Entries) else own for own, shape in found], seen or None
+    )
 
 
 def _by_entry(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ class Memo:
         if walk.met_zero or walk.mixes:  # other values may tell another tale
             self._kept.pop(key, None)
             return walk
-        gone = partial(_forget, self._kept, key)
+        gone = lambda _, kept=self._kept: kept.pop(key, None)  # noqa: E731  # it holds no memo
         parameters = [weakref.ref(trace.nodes[k].variable, gone) for k in trace.fixed]
         self._kept[key] = entry = _Entry(walk, parameters, walk.has_tensors())
         self._kept.move_to_end(key)
@@ -92,10 +91,6 @@ class Memo:
             if is_alike and places == [use[:2] for use in entry.walk.uses]:
                 return entry.walk.compared
         return {}
-
-
-def _forget(kept: OrderedDict[Any, _Entry], key: Any, _: object) -> None:
-    kept.pop(key, None)
 
 
 def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any, Final
 
 from torch import Tensor
@@ -142,10 +143,11 @@ class Trace:
         """Whether all axes of a node's output are those of parameters, as the axes of ``table + buffer`` are.
 
         own: whether it is made of parameters alone"""
-        found = list(own)
+        found, size = list(own), lambda x: prod(x)
         for k in reversed(self.order()):
-            kind, edges, (shape, *_) = self.kinds[k], self.edges[k], self.shapes[k]
-            are_own = [edge is not None and found[edge[0]] for edge in edges]
-            is_like = any(edge and self.shapes[edge[0]][edge[1]] == shape for is_own, edge in zip(are_own, edges) if is_own)
-            found[k] |= is_like and (kind.is_entrywise or (all(are_own) and not kind.by_values))
+            kind, edges, outs = self.kinds[k], self.edges[k], self.shapes[k]
+            ins = [self.shapes[edge[0]][edge[1]] for edge in edges if edge is not None and found[edge[0]]]
+            # What is larger has been expanded: the samples may lie there.  And what indices choose may be anybody's.
+            is_part = len(ins) == len(edges) and not kind.by_values and sum(map(size, outs)) <= sum(map(size, ins))
+            found[k] |= is_part or (kind.is_entrywise and outs[0] in ins)
         return found

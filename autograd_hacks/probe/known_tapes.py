@@ -61,6 +61,11 @@ class Tapes:
         while len(self._known) > MOST:
             self._known.popitem(last=False)
 
+    def forget(self, tape: Tape) -> None:
+        """Leaves out a tape that was added."""
+        for key in [key for key, known in self._known.items() if known.entries is tape.entries]:
+            del self._known[key]
+
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         return Tapes, ()
 

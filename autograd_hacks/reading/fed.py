@@ -5,7 +5,7 @@ patched function, a mode, a class of tensors, a hook that packs what nodes save,
 may change from step to step, without a trace in the graph.  So the node itself gives the rows, if it has a formula.  Else
 rows are compared with gradient in each step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import AtOutput
+from autograd_hacks.capture.calls import Layer
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.table import NODES
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.walk import Walk
-from autograd_hacks.support.graph import Leaf, is_packed
+from autograd_hacks.support.graph import is_packed
 from autograd_hacks.support.internals import RAW, SAVED, address_of, without_subclasses
 
 SAME, COPY, UNKNOWN = "same", "copy", "unknown"
@@ -73,18 +74,22 @@ _KINDS = {
 }
 
 
-def _main(node: Any) -> Any:
-    """The node behind copies."""
-    while type(node).__name__ in _COPIES:
-        node = node.next_functions[0][0]
-    return node
+def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -> tuple[Any, int, list[str]]:
+    """The value behind some kinds of nodes, and the kinds that were passed."""
+    (node, number), passed = value, list[str]()
+    while node is not None and node not in ends and (name := type(node).__name__) in through:
+        passed.append(name)
+        node, number = node.next_functions[0]
+    return node, number, passed
 
 
-def taken_by(node: Any, hook: AtOutput, layer: nn.Module) -> Taken | None:
+def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
     """What the node of a layer's call takes; None for unknown kinds of nodes."""
-    node = _main(node)
+    layer = known.layer
+    if type(node).__name__ in _COPIES:
+        node, *_ = _behind((node, 0), _COPIES)
     kind = _KINDS.get(type(node).__name__)
-    if kind is None or hook.live is None:
+    if kind is None or hook.live is None or known.is_given or not isinstance(layer, kind.layer):
         return None
     raw, (args, kwargs) = kind.raw(node), hook.live
     if raw.unpack_hook is not None:
@@ -111,13 +116,41 @@ def _is_same(saved: Tensor, x: Tensor) -> bool:
     return (saved.shape, saved.stride(), saved.is_neg()) == (x.shape, x.stride(), x.is_neg())
 
 
-def is_sure(noted: Noted, nodes: Iterable[Node], taken: Taken | None) -> bool:
-    """Whether a call's rule sees what autograd does.  nodes: those inside    taken: see `taken_by`"""
+def is_fed(noted: Noted, taken: Taken | None) -> bool:
+    """Whether nothing but copies, and one cast as autocast makes it, is between a call and a node of its kind.
+
+    taken: see `taken_by`"""
+    known = noted.call.known
+    if taken is None or taken[0] is UNKNOWN:
+        return False
+    ((output, hook),) = noted.hooks
+    main, *_ = _behind((output, 0), _COPIES)
+    kind = _KINDS[type(main).__name__]
+    if kind.usual not in (None, taken[2]) or not kind.places.keys() >= set(known.locals):
+        return False
+    for local, p, _ in known.wanted:
+        leaf, _, passed = _behind(main.next_functions[kind.places[local]], (_CAST, _TURN))
+        is_turned = kind.layer is nn.Linear and local == "weight"
+        if getattr(leaf, "variable", None) is not p or passed.count(_TURN) != is_turned or passed.count(_CAST) > 1:
+            return False
+    if taken[0] is SAME:
+        return True
+    node, number, passed = _behind(main.next_functions[kind.places.get("x", 0)], (_CAST, *_COPIES), noted.inputs)
+    return passed.count(_CAST) < 2 and (node, number) in argument_of(hook)
+
+
+def argument_of(hook: AtOutput) -> list[tuple[Node, int]]:
+    """The values of the graph that a call was given, as nodes and numbers of their outputs."""
+    return [(x.grad_fn, x.output_nr) for x in hook.live[0] if isinstance(x, Tensor) and x.grad_fn is not None]
+
+
+def is_recomputed(noted: Noted, nodes: Iterable[Node]) -> bool:
+    """Whether a call's rule runs it again and compares the outputs, where the host need not wait for that.
+
+    nodes: those inside"""
     call = noted.call
-    if call.known.is_given or not isinstance(call.layer, nn.RNNBase | nn.RNNCellBase):
-        return not call.known.is_given and _is_fed(noted, taken)
-    # Its rule runs it again and compares the outputs, where the host need not wait for that.
-    return all(map(looks_free, call.outputs)) and not any(map(is_packed, nodes))
+    is_recurrent = not call.known.is_given and isinstance(call.layer, nn.RNNBase | nn.RNNCellBase)
+    return is_recurrent and all(map(looks_free, call.outputs)) and not any(map(is_packed, nodes))
 
 
 def has_formulas(noted: Noted, nodes: Sequence[int], trace: Trace, walk: Walk) -> bool:
@@ -126,43 +159,3 @@ def has_formulas(noted: Noted, nodes: Sequence[int], trace: Trace, walk: Walk) -
     takes = [k for k in nodes if not own[k] and any(edge is not None and own[edge[0]] for edge in trace.edges[k])]
     is_usual = known.rule.is_node and not known.is_given
     return is_usual and bool(takes) and all(trace.kinds[k].name in NODES for k in takes)
-
-
-def _is_fed(noted: Noted, taken: Taken | None) -> bool:
-    """Whether nothing but copies is between a call and a node of its kind."""
-    known = noted.call.known
-    if taken is None or taken[0] is UNKNOWN:
-        return False
-    main = _main(noted.hooks[0][0])
-    kind = _KINDS[type(main).__name__]
-    if not isinstance(known.layer, kind.layer) or kind.usual not in (None, taken[2]):
-        return False
-    is_linear = kind.layer is nn.Linear
-    for local, p, _ in known.wanted:
-        if local not in kind.places or not _leads_to(main, kind.places[local], p, is_linear and local == "weight"):
-            return False
-    return taken[0] is SAME or _comes_from(main, kind.places.get("x", 0), noted)
-
-
-def _leads_to(node: Node, place: int, parameter: Tensor, is_turned: bool) -> bool:
-    """Whether a node's input is a parameter, or a cast of it, transposed or not."""
-    ahead: Any = node.next_functions[place][0]
-    turns = casts = 0
-    while (name := type(ahead).__name__) in (_CAST, _TURN):
-        turns, casts = turns + (name == _TURN), casts + (name == _CAST)
-        ahead = ahead.next_functions[0][0]
-    return type(ahead) is Leaf and ahead.variable is parameter and turns == is_turned and casts < 2
-
-
-def _comes_from(node: Node, place: int, noted: Noted) -> bool:
-    """Whether a node's input is a copy of a call's argument, as autocast makes it."""
-    (ahead, number), casts = node.next_functions[place], 0
-    while ahead is not None and ahead not in noted.inputs and (name := type(ahead).__name__) in (_CAST, *_COPIES):
-        casts += name == _CAST
-        ahead, number = ahead.next_functions[0]
-    return casts < 2 and (ahead, number) in argument_of(noted.hooks[0][1])
-
-
-def argument_of(hook: AtOutput) -> list[tuple[Node, int]]:
-    """The values of the graph that a call was given, as nodes and numbers of their outputs."""
-    return [(x.grad_fn, x.output_nr) for x in hook.live[0] if isinstance(x, Tensor) and x.grad_fn is not None]

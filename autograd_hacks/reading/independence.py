@@ -32,7 +32,7 @@ from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
 from autograd_hacks.support.internals import made
-from autograd_hacks.support.layout import differs, likeliest, rounding_of
+from autograd_hacks.support.layout import differs, likeliest
 from autograd_hacks.support.sweep import call_node
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import is_packed
@@ -96,11 +96,15 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
     return not is_odd and not within.kind.tapes.are_like(tape, samples)
 
 
-def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
-    """Notes if outputs for the first samples are others in a batch of another size."""
+def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
+    """Notes if outputs for the first samples are others in a batch of another size: the last one, or half of the samples.
+
+    Other sizes may have other kernels, so differences that rounding may leave are none."""
     within, counts = ran.within, ran.within.kind.tapes.counts
-    count, runs = counts[-1] if counts else samples - 1, Runs(recorder, within, copy, samples, False, are_parts=True)
-    least = min(count, samples)
+    count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2  # an odd number less
+    runs, least = Runs(recorder, within, copy, samples, False, are_parts=True), min(count, samples)
+    kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
+    part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
         given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), count=count)
         first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
@@ -110,8 +114,12 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int)
         at = runs.layout(slot, x.shape)
         if at is not None and at.fits(y, count):
             x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
-            if x.shape != y.shape or differs(x, y, rounding_of(x)).any():
+            slack = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True) * (
+                0.1 if x.is_cuda else part
+            )  # TF32
+            if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} for {least} samples changed in a batch of {count}"
+                within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
     counts.append(samples)
@@ -220,7 +228,9 @@ def _is_divided(tape: Tape, ran: Ran) -> bool:
         of, is_counted = given[1], is_of_targets
         while not is_counted and of in made:
             is_counted, of = operation(entries[made[of]].func).name == "sum", next(numbers_in(entries[made[of]].args))
-        if (is_counted and divisor != shapes[of].numel()) or (not is_counted and of in tape.reached()):
+        if (is_counted and divisor != shapes[of].numel()) or (
+            not is_counted and shapes[of].numel() > 1 and of in tape.reached()
+        ):
             return True
     return False
 
@@ -252,11 +262,10 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
         batch = ran.known.batch
         copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
-        batch = replace(batch, leaves=copy.given)
-        if tape is not None and _is_to_count(recorder, tape, ran):
-            _count(recorder, copy, batch, ran, samples)
-        if not within.mixing:
-            _show(recorder, copy, batch, ran, samples)
+        batch, counted = replace(batch, leaves=copy.given), tape if tape and _is_to_count(recorder, tape, ran) else None
+        _show(recorder, copy, batch, ran, samples)
+        if counted is not None and not within.mixing:
+            _count(recorder, copy, batch, ran, counted, samples)
     if tape is None or samples < 2:
         return
     kind.tapes.mixing = tape.entries if within.mixing else None

@@ -29,8 +29,8 @@ from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF, Trace
 from autograd_hacks.graph.walk import Memory, Walk, walked
-from autograd_hacks.reading.fed import COPY, Taken, argument_of, has_formulas, is_sure, taken_by
-from autograd_hacks.support.graph import Leaf, Value, is_users, made, operands_of, shape_of
+from autograd_hacks.reading.fed import COPY, Taken, argument_of, has_formulas, is_fed, is_recomputed, taken_by
+from autograd_hacks.support.graph import Leaf, Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
@@ -140,7 +140,7 @@ class Reader:
             known, own = call.known, None
             if len(hooks) == 1:
                 ((node, hook),) = hooks
-                own = taken_by(node, hook, known.layer)
+                own = taken_by(node, hook, known)
             taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
@@ -168,18 +168,20 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        apart, unsure, number = self._taken_apart(), set[str](), self.number
+        apart, unsure, number = set[int](), set[str](), self.number
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
-            if n not in apart and not is_sure(noted, nodes, self.taken[n]):
-                if has_formulas(noted, [k for k in map(number.get, nodes) if k is not None], self.trace, self.walk):
-                    apart.add(n)
-                else:
-                    unsure.update(noted.call.known.names)
+            inside = [k for k in map(number.get, nodes) if k is not None]
+            if is_fed(noted, self.taken[n]):
+                continue
+            if has_formulas(noted, inside, self.trace, self.walk) or self._is_used_outside(noted, inside):
+                apart.add(n)
+            elif not is_recomputed(noted, nodes):
+                unsure.update(noted.call.known.names)
         found.calls = [None if n in apart else self._whose(noted) for n, noted in enumerate(self.ran.noted)]
         found.unsure = frozenset(unsure)
-        self._find_uses(found)
         at, why = self.mixing(self.walk)
         found.mixed = dict.fromkeys(self.walk.mixed, f"{at} ({why})" if why else at or "an output")
+        self._find_uses(found)  # may find more
         return found
 
     def mixing(self, walk: Walk) -> tuple[str, str]:
@@ -198,27 +200,13 @@ class Reader:
             found.setdefault(k, []).append((-1, 0, number))
         return found
 
-    def _taken_apart(self) -> set[int]:
-        """The calls whose inner values are used outside of them, by a derivative that the forward takes.
+    def _is_used_outside(self, noted: Noted, inside: Collection[int]) -> bool:
+        """Whether a call's inner values are used outside of it, by a derivative that the forward takes.
 
-        Their rules don't see these uses, so their nodes give the rows."""
-        found, number, takers = set[int](), self.number, self.takers
-        for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
-            own = {(number.get(node), hook.number) for node, hook in noted.hooks}
-            inside = {number.get(node, -1): node for node in nodes}
-            used = {(k, at) for k in inside for j, _, at in takers.get(k, ()) if j >= 0 and j not in inside} - own
-            if not all(self._is_view(inside[k]) for k, _ in used):
-                found.add(n)
-        return found
-
-    def _is_view(self, node: Node) -> bool:
-        """Whether a node is a view or cast of a parameter.  A derivative taken inside a forward uses those of a layer."""
-        while type(node) is not Leaf:
-            ahead = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-            if ahead is None or next(operands_of(node), None) is not None:
-                return False
-            node = ahead
-        return node in self.ran.leaves
+        Its rule doesn't see these uses, so its nodes give the rows."""
+        own = {(self.number.get(node), hook.number) for node, hook in noted.hooks}
+        used = {(k, at) for k in inside for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
+        return not used <= own
 
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves

@@ -157,13 +157,6 @@ def test_low_rank_projections() -> None:
     assert_close(products, expected, rtol=0.2, atol=0.2 * float(expected.abs().max()))
 
 
-def test_projections_of_each_parameter_add_up() -> None:
-    model = hooked()
-    grads, _ = grads_and_rows(model, *batch())
-    each = [autograd_hacks.per_sample_grads(model, only=name).project(16, seed=2) for name in grads]
-    assert_close(sum(each), grads.project(16, seed=2))
-
-
 def stepped_by_adam(p: nn.Parameter) -> torch.optim.Optimizer:
     optimizer, p.grad = torch.optim.Adam([p]), torch.ones_like(p)
     optimizer.step()
@@ -192,7 +185,6 @@ def test_what_does_not_fit_is_refused() -> None:
         (NothingRecorded, "no parameter of the model has ekfac", lambda: Metric.from_ekfac(model)),
         (ValueError, r"as here: apply preconditioned\(metric\) to both",
          lambda: grads.gram(grads.preconditioned(Metric.low_rank(model, 2)))),
-        (ValueError, "low_rank was given rank=0; expected a whole number", lambda: Metric.low_rank(model, 0)),
     )  # fmt: skip
 
 

@@ -62,7 +62,6 @@ def normed(m: nn.Module, x: Tensor) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Softplus(), nn.Linear(5, 2)), (4, 3)),
-    "a layer alone": (lambda: nn.Linear(3, 2), (4, 3)),
     "convolutions": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Softplus(), nn.Conv2d(4, 4, 3, stride=2, groups=2),

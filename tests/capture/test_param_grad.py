@@ -23,6 +23,13 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
 
+def with_zeros() -> nn.Sequential:
+    """As classifiers begin: the first layer's gradient is zero."""
+    model = two_layers()
+    nn.init.zeros_(model[1].weight)
+    return model
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @crossed(name=MODELS, training=[True, False])
 def test_rows_and_no_gradients(name: str, training: bool) -> None:
@@ -53,6 +60,7 @@ def test_rows_and_no_gradients(name: str, training: bool) -> None:
     "model",
     [
         two_layers(),
+        with_zeros(),
         # A layer that meets no batch: rows come from where the product of its output does.
         Bare(
             lambda m, x: m.out(x + m.inside(m.table) @ torch.ones(5, 4)),

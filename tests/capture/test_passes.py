@@ -74,6 +74,12 @@ def test_passes_that_add_up_in_grad_and_not_in_rows_are_refused(model: nn.Module
         model.zero_grad(set_to_none=set_to_none)
         step(model, *batch())
         assert_right(model, *batch())
+    model.zero_grad(set_to_none=set_to_none)
+    step(model, *batch())
+    squares(model[0](batch(seed=1)[0])).mean().backward()  # of a part that is called by itself
+    with pytest.raises(NothingRecorded, match="an earlier backward pass was not read"):
+        autograd_hacks.compute_grad1(model)
+    model.zero_grad(set_to_none=set_to_none)
     # Each pass was read, or thrown away, or both are of one forward.
     for seed in range(2):
         if asks:

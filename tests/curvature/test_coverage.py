@@ -58,14 +58,6 @@ def test_positions_that_fill_up_are_not_counted(rows: list[int]) -> None:
     assert_close(model.table.weight.kfac[0], words.bincount(minlength=6) / len(words))
 
 
-def test_blocks_beyond_the_limit_are_skipped() -> None:
-    model, x = hooked("words")
-    table = autograd_hacks.curvature.compute_hess_over(model, [x], "full", "Jacobian", max_bytes=20000, skip=True)
-    assert "the block of experts.stack would take 28.8 kB, and max_bytes is 20 kB" in table.skipped["experts.stack"]
-    assert table.covered == ["table.weight", "turned.weight", "turned.bias", "norm.weight", "norm.bias"]
-    assert model.turned.weight.hess.shape == (3, 5, 3, 5)
-
-
 @pytest.mark.parametrize("kind", ["full", "diag", "kfac", "ekfac"])
 def test_parameters_of_one_number_and_of_none(kind: str) -> None:
     model: Any = Bare(lambda m, x: m.a(x + m.none.sum(0)) * m.scale, a=nn.Linear(3, 2))

@@ -127,13 +127,11 @@ PAIRS: dict[str, tuple[Callable[[int], Tensor], int]] = {
     "as_strided of a transposed tensor": (lambda k: (h().t() if k else h()).as_strided((N, N), (N, 1)), 0),
     "as_strided with an offset": (lambda k: (leaf(6, 4) * 1)[2 * k :][:4].as_strided((4, 4), (4, 1)), 0),
     "cat with constants of other sizes": (lambda k: torch.cat([zeros(1 + k, 4), h()[:2], zeros(1 - k, 4)]), 0),
-    "vstack with constants of other sizes": (lambda k: torch.vstack([zeros(1 + k, 4), h()[:2], zeros(1 - k, 4)]), 0),
     "block_diag with constants of other sizes": (
         lambda k: torch.block_diag(zeros(1 + k, 1), h()[:2, :2], zeros(1 - k, 1)), 0),
     "_foreach_mul and _foreach_neg": (
         lambda k: torch._foreach_neg([h()])[0] if k else torch._foreach_mul([h()], [eye(0) + 1])[0], 0),
     "index": (lambda k: h()[order(k)], 0),
-    "index of columns": (lambda k: h()[:, order(k)], 0),
     "index of two later axes": (lambda k: (leaf(3, N, N) * 1)[:, order(k), ORDER], 1),
     "index of two axes apart": (lambda k: (leaf(N, 3, N) * 1)[order(k), :, ORDER], 0),
     "mask of rows": (lambda k: torch.cat([h(), h()])[ASIDE[k]], 0),
@@ -165,13 +163,10 @@ PAIRS: dict[str, tuple[Callable[[int], Tensor], int]] = {
     "cummax": (lambda k: rising(k).cummax(0).values, 0),
     "cummin": (lambda k: rising(k).cummin(0).values, 0),
     "median": (lambda k: rising(k).t().median(0).values, 0),
-    "msort": (lambda k: torch.msort(rising(k)), 0),
     "embedding of activations": (lambda k: F.embedding(order(k), h()), 0),
     "embedding_bag, sum": (lambda k: F.embedding_bag(order(k)[:, None], h(), mode="sum"), 0),
     "embedding_bag, maximum": (lambda k: F.embedding_bag(order(k)[:, None], h(), mode="max"), 0),
     "embedding_bag, offsets": (bags, 0),
-    "repeat_interleave by a tensor": (
-        lambda k: h().repeat_interleave(torch.tensor([2, 0, 1, 1] if k else [1, 1, 1, 1]), 0), 0),
     "segment_reduce": (
         lambda k: torch.segment_reduce(h(), "sum", lengths=torch.tensor([2, 0, 1, 1] if k else [1, 1, 1, 1]), axis=0,
                                        unsafe=True), 0),

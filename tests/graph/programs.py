@@ -48,8 +48,6 @@ CHANGING: dict[str, tuple[Callable[[Tensor, int], Tensor], str, str]] = {
     # name: (between(h, flag), what it is without the flag, with it)
     "mean over features, then over samples": (lambda h, k: h - h.mean(0 if k else 1, keepdim=True), "owned", "mixed"),
     "softmax over features, then over samples": (lambda h, k: h.softmax(0 if k else 1), "owned", "mixed"),
-    "cumsum over features, then over samples": (lambda h, k: h.cumsum(0 if k else 1), "owned", "mixed"),
-    "norm over features, then over samples": (lambda h, k: F.normalize(h, dim=0 if k else 1), "owned", "mixed"),
     "layer norm over features, then all": (lambda h, k: F.layer_norm(h, h.shape if k else h.shape[1:]), "owned", "mixed"),
     "group norm of samples' groups, then of two samples": (_grouped, "owned", "mixed"),
     "flip": (lambda h, k: h.flip(0 if k else 1), "owned", "owned"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from one_at_a_time import by_memo, check, judge, traced, walk_of
+from one_at_a_time import by_memo, check, judge, traced
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -66,14 +66,3 @@ def test_a_memo_forgets_no_checkpoint() -> None:
         found = by_memo(memo, out, N, net, [x])
         assert bool(found["walk"].deferred) or not wrapped
         assert not judge([out], N, net, **found).wrong
-
-
-# Loops over a hooked cell, and models that share a layer.
-
-
-def test_an_inner_step_by_the_batchs_gradient_mixes() -> None:
-    w, x = nn.Parameter(inputs(3, 1)), inputs(N, 3)
-    (g,) = torch.autograd.grad((x @ w).square().mean(), w, create_graph=True)
-    out = (x @ (w - g)).square()[:, 0]
-    _, walk = walk_of([out], N, nn.ParameterList([w]), [x])
-    assert walk.mixes

@@ -172,8 +172,6 @@ def test_nodes_that_write(name: str, dtype: torch.dtype) -> None:
 SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]] = {
     # name: (the operation, the sizes of what it is given, the samples' axis in its output, the labels at its inputs)
     "softmax over samples": (lambda x: x.softmax(0), [(4, 3)], 0, "MIXED"),
-    "cumsum over samples": (lambda x: x.cumsum(0), [(4, 3)], 0, "MIXED"),
-    "Fourier over samples": (lambda x: torch.fft.fft(x, dim=0), [(4, 3)], 0, "MIXED"),
     "renorm of columns": (lambda x: x.renorm(2, 1, 1.0), [(4, 3)], 0, "MIXED"),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), [(4, 3), (3,), (3,)], 0, "At SUM SUM"),
     "layer norm over samples": (lambda x, w, b: F.layer_norm(x, (4, 3), w, b), [(4, 3)] * 3, 0, "MIXED At At"),
@@ -182,7 +180,6 @@ SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]
     "convolution": (F.conv1d, [(4, 2, 5), (3, 2, 3), (3,)], 0, "At SUM SUM"),
     "convolution along samples": (F.conv1d, [(1, 2, 6), (3, 2, 3), (3,)], 2, "MIXED SUM SUM"),
     "convolution to samples": (F.conv1d, [(1, 4, 5), (4, 4, 3), (4,)], 1, "MIXED SUM At"),
-    "inverse": (torch.linalg.inv, [(4, 4)], 0, "MIXED"),
     "solve": (torch.linalg.solve, [(4, 4), (4, 2)], 0, "MIXED MIXED"),
     "solve with one matrix": (torch.linalg.solve, [(4, 4), (4, 4, 2)], 0, "SUM At"),
     "distances": (torch.cdist, [(4, 3), (5, 3)], 0, "At SUM"),

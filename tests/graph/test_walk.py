@@ -48,27 +48,9 @@ def test_a_wrong_label_is_seen_and_swapped_samples_in_rows() -> None:
         walk.labels[k] = [At(0)]
 
 
-PARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "chunks": lambda y: torch.cat(y.chunk(2)[::-1]),
-    "parts, one empty": lambda y: torch.cat(y.split([2, 0])[::-1]),
-    "rows": lambda y: torch.stack(y.unbind(0)[::-1]),
-    "columns": lambda y: torch.stack(y.unbind(1), 0),
-}
-
-
-@pytest.mark.parametrize("how", PARTS)
-def test_parts_of_what_an_argument_and_a_parameter_make_together(how: str) -> None:
-    """Where other parts have other samples, which an index mixes up, no node with several outputs is a use."""
-    net, x = nn.ParameterDict({"p": torch.randn(8)}).double(), torch.randn(2, 4).double()
-    own = torch.tensor([0, 1, 0, 1, 1, 1, 1, 1])
-    made = PARTS[how](x + net["p"].view(2, 4)).flatten().tanh()
-    check([torch.zeros(2).double().index_put((own,), made, accumulate=True)], 2, net, [x])
-
-
 def test_nobodys_factor_may_be_a_samples_too() -> None:
     label = Entries(torch.tensor([0, NOBODY]))
-    node = torch.randn(2, dtype=torch.float64, requires_grad=True).flip(0).grad_fn
-    assert not confirmed(node, [label], [label], 2)
+    assert not confirmed(torch.randn(2).double().requires_grad_().flip(0).grad_fn, [label], [label], 2)
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
@@ -96,10 +78,16 @@ def test_a_value_that_has_owners_is_of_the_batch_wherever_it_came_from(is_known:
 
 
 EYE, MANY = 9 * torch.eye(4 * N).double(), torch.ones(N, N).double().to_sparse()
+OF = torch.randint(0, N, (4 * N * N,), generator=torch.Generator().manual_seed(0))
+dealt = lambda y: torch.zeros(N).double().index_put((OF,), y.flatten().tanh(), accumulate=True)  # noqa: E731
 MADE: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], bool]] = {
     # name: (what is made of parameters, data and indices, whether samples mix)
     "rows for each sample": (lambda net, x, ids: (x * net.rows).tanh() + net.bias.expand(N, 4 * N), False),
     "positions": (lambda net, x, ids: net.table[ids[:, :N]] + net.rows[torch.arange(N)[None]], False),
+    "chunks, dealt out": (lambda net, x, ids: dealt(torch.cat((x + net.rows).chunk(2)[::-1])), False),
+    "parts, one empty": (lambda net, x, ids: dealt(torch.cat((x + net.rows).split([N, 0])[::-1])), False),
+    "rows, dealt out": (lambda net, x, ids: dealt(torch.stack((x + net.rows).unbind(0)[::-1])), False),
+    "columns, dealt out": (lambda net, x, ids: dealt(torch.stack((x + net.rows).unbind(1), 0)), False),
     "an index": (lambda net, x, ids: (net.table + EYE)[ids], False),
     "embedding": (lambda net, x, ids: F.embedding(ids, net.table * (EYE > 0)), False),
     "bags": (lambda net, x, ids: F.embedding_bag(ids, net.table / (net.table.abs() + EYE + 1)), False),
@@ -112,6 +100,8 @@ MADE: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], bool]] = {
     # That what stands beside rows for each is of the batch is no gradient's matter, see walk.py.
     "a graph of rows for each": (lambda net, x, ids: torch.sparse.mm(MANY, 2 * x + net.rows), False),
     "samples that a Function made": (lambda net, x, ids: torch.sparse.mm(MANY, Doubles.apply(2 * x + net.bias)), True),
+    "an inner step by the batch's gradient": (lambda net, x, ids: x @ (net.table - torch.autograd.grad(
+        (x @ net.table).square().mean(), net.table, create_graph=True)[0]), True),
     "bags of samples": (lambda net, x, ids: F.embedding_bag(ids % N, 2 * x @ net.table), True),
 }  # fmt: skip
 

@@ -21,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("double")
 EXPECTED, BOUND = 10.0, 2.0
 
 
-def lengths(rows: dict[str, Tensor]) -> Tensor:
-    return joined(rows).norm(dim=1)
-
-
 def step(model: nn.Module, x: Tensor, max_norm: Any = BOUND, multiplier: float = 0.0, **options: Any) -> Any:
     autograd_hacks.backward(squares(model(x)))
     return autograd_hacks.private.clip_and_noise_(model, max_norm, multiplier, EXPECTED, **options)
@@ -53,7 +49,7 @@ CLIPS: dict[str, Any] = {
 def test_rules(clip: str) -> None:
     model, x = hooked(), torch.randn(6, 4)
     rows = rows_of(model, x)
-    norms = lengths(rows)
+    norms = joined(rows).norm(dim=1)
     w = WEIGHTS[clip](norms)
     found = step(model, x, clip=clip)
     assert_close(found.norms, norms)
@@ -74,9 +70,9 @@ def test_parameters_that_are_bounded_apart(given: str) -> None:
         bounds = dict.fromkeys(names, BOUND / sqrt(len(names)))
         found, owners = step(model, x, clip="per_parameter"), {name: name for name in names}
     assert found.bound == pytest.approx(sqrt(sum(c**2 for c in bounds.values())))
-    assert_close(found.norms, lengths(rows))
+    assert_close(found.norms, joined(rows).norm(dim=1))
     for name, p in model.named_parameters():
-        together = lengths({other: rows[other] for other in names if owners[other] == owners[name]})
+        together = joined({other: rows[other] for other in names if owners[other] == owners[name]}).norm(dim=1)
         w = (bounds[owners[name]] / together).clamp(max=1)
         assert_close(found.weights[owners[name]], w)
         assert_close(p.grad, torch.tensordot(w, rows[name], 1) / EXPECTED)
@@ -126,7 +122,7 @@ def test_a_bound_that_follows_a_quantile() -> None:
     model, x, clip = hooked(), torch.randn(6, 4), autograd_hacks.private.QuantileClip(0.5, 0.3, deviation=4.0)
     bound = BOUND
     for _ in range(4):
-        norms = lengths(rows_of(model, x))
+        norms = joined(rows_of(model, x)).norm(dim=1)
         found = step(model, x, clip=clip)
         assert found.bound == pytest.approx(bound)
         votes = [0.5 if norm <= bound else -0.5 for norm in norms]
@@ -145,7 +141,7 @@ def test_a_bound_that_follows_a_quantile() -> None:
 def test_a_step_that_follows_a_quantile_promises_no_more_than_it_keeps(share: float) -> None:
     """What one sample moves, sum and count, by the noise of each: no more than one mechanism's of that multiplier."""
     model, x, deviations = hooked(), torch.randn(6, 4), dict[str, float]()
-    bound = share * float(lengths(rows_of(model, x))[5])
+    bound = share * float(joined(rows_of(model, x)).norm(dim=1)[5])
 
     def noise(name: str, shape: torch.Size, deviation: float) -> Tensor:
         deviations[name] = deviation

@@ -178,8 +178,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "fractions": ({"groups": [0.5] * SIZE}, "whole numbers or names"),
     "tensor of fractions": ({"groups": torch.zeros(SIZE)}, "whole numbers or names"),
     "without": ({"groups": None, "per_user": 2}, "per_user=2 without groups"),
-    "no samples": ({"per_user": 0}, "per_user"),
-    "half a sample": ({"per_user": 1.5}, "per_user"),
     "more users than there are": ({"expected_batch_size": COUNT + 1}, f"data of {COUNT} users"),
     "delta for samples": ({"delta": 1 / (COUNT + 1) + 0.01}, f"for {COUNT} users"),
 }

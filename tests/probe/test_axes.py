@@ -30,10 +30,9 @@ def test_sequence_first_and_folded_rows(steps: int) -> None:
         lambda n, t: torch.arange(t),
         lambda n, t: torch.arange(t)[None],
         lambda n, t: torch.arange(t).expand(n, t),
-        lambda n, t: torch.zeros(n, t, dtype=torch.long),
         lambda n, t: torch.zeros(t, dtype=torch.long),
     ],
-    ids=["T", "1 T", "N T", "zeros N T", "zeros T"],
+    ids=["T", "1 T", "N T", "zeros T"],
 )
 def test_positions_without_a_batch(ids: Callable[[int, int], Tensor], steps: int) -> None:
     """Learnt positions: by ids T or (1, T) or repeated for each sample; and a table of relative ones.  T = N, too."""

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from mixing import SIZES, check_right, data, zeroed
 from oracle import squares
 from steps import check
@@ -50,11 +49,6 @@ def routed_losses(model: nn.Module, x: Tensor) -> Tensor:
     return experts(model, x.flatten(0, 1)).square().sum(1).unflatten(0, x.shape[:2]).mean(1)
 
 
-def probabilities(model: nn.Module, x: Tensor, p: Tensor) -> Tensor:
-    wanted = torch.distributions.Categorical(p, validate_args=True)
-    return torch.distributions.kl_divergence(wanted, torch.distributions.Categorical(logits=model.b(model.a(x))))
-
-
 def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     shape = model.b(model.a(x)).exp()
     return -torch.distributions.Beta(shape[:, 0], shape[:, 1], validate_args=True).log_prob(y)
@@ -79,11 +73,6 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
         lambda: clean(by_codes, emb=nn.Embedding(5, 4)),
         lambda n: (torch.cat([torch.randint(5, (n, 1)).double(), data(n, 2)], 1),),
     ),
-    "targets of BCE": (
-        lambda: clean(lambda m, x, y: F.binary_cross_entropy(m.b(m.a(x)).sigmoid(), y, reduction="none").sum(1)),
-        lambda n: (data(n), torch.rand(n, 2).double()),
-    ),
-    "probabilities": (lambda: clean(probabilities), lambda n: (data(n), data(n, 2).softmax(1))),
     "a validated distribution": (lambda: clean(likelihood), lambda n: (data(n), 0.1 + 0.8 * torch.rand(n).double())),
     "sorted lengths": (
         lambda: clean(packed, rnn=nn.GRU(3, 4, batch_first=True)),
@@ -117,7 +106,6 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
         lambda n: (data(n),),
     ),
     "losses of routed tokens": (lambda: clean(routed_losses, c=nn.Linear(4, 2)), lambda n: (data(n, 5, 3),)),
-    "norms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)), lambda n: (data(n),)),
     "attributes": (lambda: clean(keeps), lambda n: (data(n, 6, 3),)),
     "labels that count up": (
         lambda: clean(lambda m, x, y: m.b(m.a(x) + m.emb(y)), emb=nn.Embedding(64, 4)),

@@ -34,14 +34,12 @@ def balance(z: Tensor) -> Tensor:
 
 LOSSES: dict[str, How] = {
     "SimCLR": contrast,
-    "CLIP": lambda z: F.cross_entropy(z @ z.sin().T, torch.arange(len(z))),
     "VICReg": lambda z: z.var(0).sqrt().mean() + z.square().mean(),
     "the mean's square": lambda z: z.mean(0).square().sum(),
     "a set's distance": lambda z: torch.cdist(z, z).square().mean(),
     "normed": lambda z: (z / z.norm()).sum(),
     "a root beside a mean": lambda z: z.square().mean().sqrt() + z.square().mean(),
     "a product": lambda z: z.square().mean() * z.exp().mean(),
-    "a ratio": lambda z: z.square().mean() / z.exp().mean(),
     "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), 0 * z.var()),
 }
 DETACHED: dict[str, How] = {
@@ -244,9 +242,7 @@ class Modulated(Between):
 
 GATES: dict[str, Callable[[How], nn.Module]] = {
     "one number": lambda how: Gated(how, nn.Parameter(torch.zeros(()))),
-    "by channel": lambda how: Gated(how, nn.Parameter(torch.zeros(3))),
     "a layer": lambda how: Gated(how, zeroed(nn.Linear(3, 3))),
-    "LoRA": lambda how: Gated(how, nn.Sequential(nn.Linear(3, 2, bias=False), zeroed(nn.Linear(2, 3, bias=False)))),
     "a norm": lambda how: Gated(how, zeroed(nn.LayerNorm(3))),
     "adaLN": Modulated,
 }

@@ -70,9 +70,6 @@ SQUARE: dict[str, Callable[[], nn.Module]] = {
     "softmax": lambda: Bare(lambda m, x: (x * m.w).softmax(0), w=torch.randn(6)),
     "a part of the columns": lambda: Bare(lambda m, x: (x[:, :6] * m.w).softmax(0), w=torch.randn(6)),
     "turned": lambda: Bare(lambda m, x: (x.t()[:6] * m.w).softmax(1), w=torch.randn(6, 1)),
-    "sums up to each sample": lambda: Bare(lambda m, x: (x * m.w).exp().cumsum(0), w=torch.randn(6)),
-    "norm": lambda: nn.Sequential(nn.LayerNorm(6), nn.Softmax(0)),
-    "prelu": lambda: nn.Sequential(nn.PReLU(), nn.Softmax(0)),
     "batch norm": lambda: nn.Sequential(nn.PReLU(6), nn.BatchNorm1d(6, affine=False)),
     "linear": lambda: nn.Sequential(nn.Linear(6, 6), nn.Softmax(0)),
 }

@@ -92,6 +92,25 @@ def test_a_function_that_normalises_gradients(each: bool) -> None:
     check_refused(model, *[(torch.randn(5, 3),) for _ in range(2)])
 
 
+class Turned(Function):
+    """Its second output has the samples in the opposite order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x * w, (x * w).flip(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, turned: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]  # of one gradient
+        return None, ((g + turned.flip(0)) * ctx.saved_tensors[0]).sum(0)
+
+
+@pytest.mark.parametrize("beside", [0.0, 0.1])
+def test_a_function_with_two_outputs_that_have_the_samples_in_two_orders(beside: float) -> None:
+    how = lambda m, x: (lambda y, turned: y.tanh() + turned.flip(0).tanh())(*Turned.apply(x, m.w + beside))  # noqa: E731
+    check_refused(Bare(how, w=torch.randn(4)), *[(torch.randn(n, 4),) for n in (4, 4, 3)])
+
+
 # Parameters that open later, shared ones, loops
 
 

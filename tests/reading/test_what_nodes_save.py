@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import squares
 from rarely import crossed
-from steps import check
+from steps import check, check_batches
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -22,6 +22,9 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import PerSampleGradientError, UnseenGradient
+from autograd_hacks.forms import Dense
+from autograd_hacks.formulas import Call, Rule
+from autograd_hacks.formulas.table import RULES
 
 K = [1.0]
 """By how much the argument is changed in this step: 1 for not at all."""
@@ -141,6 +144,22 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[Any], Any]]] 
 }  # fmt: skip
 """A model, and what is patched: of an object, a name, and what becomes of it."""
 REFUSED = {"dilation", "bags", "bilinear", "cell"}
+
+
+class Summed(nn.Linear):
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return F.linear(xs[0] + xs[1], self.weight, self.bias)
+
+
+def of_sum(layer: Summed, call: Call) -> dict[str, Dense]:
+    return {"weight": Dense(call.grad.mT @ sum(call.args[0])), "bias": Dense(call.grad.sum(1))}
+
+
+def test_a_registered_rule_of_a_layer_that_takes_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, Summed, Rule(of_sum))
+    check_batches(model(Summed(4, 4), lambda m, x: m([x, x.sin()])), *[torch.rand(5, 4, 4).double()] * 3)
+
+
 DROPS = nn.Dropout()
 RANDOM: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a checkpoint": lambda own, x: checkpoint(lambda x: own(DROPS(x)), x, use_reentrant=False, preserve_rng_state=False),

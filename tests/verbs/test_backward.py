@@ -132,10 +132,8 @@ MIXING: dict[str, Losses] = {
     "contrastive": lambda m, x: F.cross_entropy(
         4 * (z := F.normalize(m(x), dim=1)) @ z.T, torch.arange(len(z)).roll(1), reduction="none"
     ),
-    "centred": lambda m, x: ((out := m(x)) - out.mean(0)).square().sum(1),
     "another order": lambda m, x: squares(m(x)).roll(1),
     "some in another order": lambda m, x: squares(m(x))[[*range(min(len(x), 2))[::-1], *range(2, len(x))]],
-    "weighted by the batch": lambda m, x: (own := squares(m(x))).softmax(0) * own,
     "a little of all": lambda m, x: (out := m(x)).square().sum(1) + 1e-4 * out.sum(),
     "a penalty of the batch": _penalised(torch.sum),
     "a penalty of a neighbour": _penalised(lambda slopes: slopes.sum(1).roll(1)),
