@@ -163,7 +163,9 @@ def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
     for node in reader.trace.nodes:
         for hook in on_node(node):
             use = hook.use if isinstance(hook, AtNode) else hook.call
-            if use is not None and use.edges:  # else other nodes give the rows
+            # Of a recurrent layer by itself the rule alone knows where the samples are.
+            is_alone = isinstance(use, LayerCall) and use.within.calls is None and use.known.rule.axes is not None
+            if use is not None and use.edges and not is_alone:  # without edges, other nodes give the rows
                 expected.append((hook.receiver.owner(), *_labels(use, node, hook if isinstance(hook, AtOutput) else None)))
     return {
         own
