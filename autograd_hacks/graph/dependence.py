@@ -447,7 +447,3 @@ class _Reading:
             self.at = k
             places.pass_(*call)
         places.check_uses()
-
-
-def _is_lost(label: Label) -> bool:
-    return isinstance(label, Several)
