@@ -147,9 +147,8 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         }
         ends = {x.grad_fn for slot, x in outputs.items() if options[slot] and x.grad_fn is not None}
         alone = not any(options.values())  # then other outputs without samples say as little as a loss
-        losses = (
-            [slot for slot, x in outputs.items() if not options[slot] and (alone or x.numel() == 1)] if samples > 1 else ()
-        )
+        outside = [slot for slot in outputs if not (options[slot] or slot in ran.packed)] if samples > 1 else ()
+        losses = [slot for slot in outside if alone or outputs[slot].numel() == 1]
         added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
         for value in (value for values, _ in added.values() for value in values):
             options[value] = candidates(shape_of(value), samples, axes)

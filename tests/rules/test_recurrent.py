@@ -64,6 +64,14 @@ def test_packed_sequences(layer: nn.RNNBase, lengths: list[int], is_sorted: bool
     check_hooked(layer, losses)
 
 
+@pytest.mark.parametrize("lengths", [[2, 2, 2, 1, 1], [3, 3, 2, 1, 1]])
+def test_a_model_that_returns_a_packed_sequence(lengths: list[int]) -> None:
+    """Its rows may be a multiple of the samples in number, or not."""
+    model = Bare(lambda m, p: p._replace(data=m.out(m.layer(p)[0].data)), layer=nn.GRU(4, 3), out=nn.Linear(3, 2)).double()
+    sequences = pack_sequence([torch.randn(length, 4).double() for length in lengths])
+    check_hooked(model, lambda: squares(pad_packed_sequence(model(sequences), batch_first=True)[0]))
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize("used", ["sequence", "last"])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
