@@ -143,6 +143,15 @@ def test_micro_batches() -> None:
             backward(model, part)
     step(model)
     assert_grads(model, sums)
+    backward(model, x)
+    model.zero_grad(set_to_none=False)
+    step(model, add=True)
+    assert_grads(model, sums)
+    squares(model(x)).sum().backward()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # as of a pass without hooks
+    with pytest.raises(ValueError, match="isn't what it has set"):
+        step(model, add=True)
 
 
 def test_refusals() -> None:
