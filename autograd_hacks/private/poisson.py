@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.extending import kind_of
 from autograd_hacks.support.draws import Secret, uniform
+from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.ranges import is_whole
-from autograd_hacks.support.trees import is_packed
+from autograd_hacks.support.trees import is_packed, unpacked
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
@@ -258,12 +259,11 @@ def _by_axis(x: Any) -> list[Any]:
 
 
 def _same(x: Any, y: Any) -> bool:
-    if isinstance(x, list | tuple):
-        return len(x) == len(y) and all(map(_same, x, y))
-    if hasattr(x, "keys"):
-        return x.keys() == y.keys() and all(_same(x[key], y[key]) for key in [*x.keys()])
-    alike = getattr(x, "shape", None) == getattr(y, "shape", None)
-    return alike and bool(torch.as_tensor((x == y) | ((x != x) & (y != y))).all())  # NaN is the same as NaN
+    """Whether trees of tensors, arrays and others are the same.  NaN is the same as NaN."""
+    pairs = list(zip_longest(*[tree_leaves(unpacked(tree)) for tree in (x, y)]))
+    shapes = [[getattr(part, "shape", None) for part in own] for own in pairs]
+    is_alike = all(one == other for one, other in shapes)
+    return is_alike and all(bool(torch.as_tensor((a == b) | (a != a) & (b != b)).all()) for a, b in pairs)
 
 
 class PrivateLoader(DataLoader[Any]):
