@@ -167,8 +167,9 @@ def clip_and_noise_(
 
     Raises SamplesMixed if samples are not independent, and ProbeFailed if that was not shown; ValueError for numbers out of
     range, for bounds that leave parameters out, for weights above the bound, for groups or a mask of the wrong shape, for
-    groups that are spread over processes, and as `clip_grad1_norm_` does for ``add``; NothingRecorded if ``.grad`` was
-    already set from this pass; and what `compute_grad1` raises.
+    groups that are spread over processes, as `clip_grad1_norm_` does for ``add``, and if ``.grad`` then isn't None, zeros
+    or what this function has set; NothingRecorded if ``.grad`` was already set from this pass; and what `compute_grad1`
+    raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; per layer McMahan
     et al. 2018, arXiv:1710.06963, section 3.

@@ -19,7 +19,7 @@ from autograd_hacks.extending import kind_of
 from autograd_hacks.support.draws import Secret, uniform
 from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.ranges import is_whole
-from autograd_hacks.support.trees import is_packed, unpacked
+from autograd_hacks.support.trees import Unpacked, is_packed, unpacked
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
@@ -249,8 +249,10 @@ def _kept(batch: Any, longer: Any, again: Any, size: int) -> Iterator[bool]:
         pairs = [own for own in zip(_by_axis(batch), _by_axis(longer)) if [len(x) for x in own] == [size, size + 1]]
         if pairs and _same(batch, again):
             yield any(_same([*rows, rows[0]], list(more)) for rows, more in pairs)
-    elif hasattr(batch, "__dict__"):
-        yield from _kept(vars(batch), vars(longer), vars(again), size)
+    else:  # an object that holds tensors, or something else
+        opened = [x if isinstance(x, Unpacked) else unpacked(x, everything=True) for x in (batch, longer, again)]
+        a, b, c = [x.parts if isinstance(x, Unpacked) else [] for x in opened]
+        yield from _kept(a, b, c, size)
 
 
 def _by_axis(x: Any) -> list[Any]:

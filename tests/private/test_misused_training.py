@@ -1,6 +1,7 @@
 """Loops that are written otherwise than documented: a private step is the same one, or refused."""
 
 import copy
+import enum
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -60,6 +61,14 @@ def test_an_optimizer_that_steps_after_each_micro_batch_never_sees_a_sum_without
 
 
 Rows = list[dict[str, Any]]
+Rounding = enum.Enum("Rounding", ["UP"])
+
+
+class Held:
+    def __init__(self, rows: Rows) -> None:
+        self.of, self.x = self, SimpleNamespace(x=torch.stack([own["x"] for own in rows]))
+
+
 COLLATES: dict[str, tuple[Callable[[Rows], Any], bool]] = {  # whether samples are known to be at their places
     "default": (default_collate, True),
     "sorted by a number": (lambda rows: default_collate(sorted(rows, key=lambda own: float(own["x"][0]))), False),
@@ -74,7 +83,9 @@ COLLATES: dict[str, tuple[Callable[[Rows], Any], bool]] = {  # whether samples a
     "samples on another axis": (lambda rows: {"x": torch.stack([own["x"] for own in rows], 1).numpy()}, True),
     "nothing by samples": (lambda rows: torch.cat([own["x"] for own in rows]), False),
     "packed": (lambda rows: (pack_sequence([own["x"] for own in rows], False), [own["y"] for own in rows]), True),
-    "taken out": (lambda rows: SimpleNamespace(y=torch.stack([own.pop("y") for own in rows]), x=rows[0]["x"]), True),
+    "taken out": (lambda rows: SimpleNamespace(y=torch.stack([own.pop("y") for own in rows]), of=Rounding.UP), True),
+    "sorted, in an object": (lambda rows: Held(sorted(rows, key=lambda own: float(own["x"][0]))), False),
+    "in an object": (lambda rows: Held(rows), True),
     "NaN, a constant and a flip of all": (lambda rows: {"x": torch.stack([own["x"] / 0 * 0 for own in rows]),
                                                         "table": torch.arange(len(rows[0]["x"])),
                                                         "z": torch.stack([own["y"] for own in rows])
