@@ -222,10 +222,9 @@ def _marked(collate: Callable[[list[Any]], Any], mark: Mark, samples: list[Any])
         return collate([copy(x) for x in those])  # it may take parts out of samples
 
     batch, longer = batch_of(samples), batch_of([*samples, samples[0]])
-    for n in range(ONCE_MORE):
-        kept = list(_kept(batch, longer, batch_of(samples) if n else batch, len(samples)))
-        if kept and all(kept):
-            return Marked(mark, batch)
+    tries = (list(_kept(batch, longer, batch_of(samples) if n else batch, len(samples))) for n in range(ONCE_MORE))
+    if any(kept and all(kept) for kept in tries):
+        return Marked(mark, batch)
     raise ValueError(
         "loader was given a collate_fn that puts samples in another order, as by length, or changes all values at random: "
         "with one sample more at the end, other rows of the batch changed. Which samples are padding, and whose they are, "
