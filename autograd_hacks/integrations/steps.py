@@ -171,7 +171,7 @@ class Steps:
         if "mean" not in told:
             return per_sample_grads(model, "sum", scale)
         sizes = [segment.batch_size() for segment in segments]  # rows of backward(losses) are not divided by N
-        share = torch.cat([torch.full((size,), 1 / max(1, size), device="cpu") for size in sizes])
+        share = torch.cat([torch.full((size,), 1 / max(1, size), dtype=torch.float64, device="cpu") for size in sizes])
         return per_sample_grads(model, None, scale).scaled(share)
 
 

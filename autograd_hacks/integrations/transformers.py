@@ -152,8 +152,8 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         * ``compute_loss_func(outputs, labels, num_items_in_batch=None)``, if it was given
         * the mean cross-entropy over a sample's own tokens, shifted for causal language models
         * the cross-entropy of classes
-        * the binary cross-entropy, for floating-point labels of the logits' shape
-        * the square, for one logit
+        * the square, for floating-point labels and one logit, or ``config.problem_type="regression"``; the mean over logits
+        * the mean binary cross-entropy, for other floating-point labels of the logits' shape
         """
         inputs = dict(inputs)
         labels, plain = inputs.pop("labels", None), self.accelerator.unwrap_model(model)
@@ -169,7 +169,8 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
                 raise ValueError(
                     f"{type(plain).__name__} returned {list(outputs)}; expected logits. {_OR_OVERRIDE}" + ON_PRIVATE
                 )
-            losses = sample_losses(logits, labels, _is_shifted(plain))
+            problem = getattr(getattr(plain, "config", None), "problem_type", None)
+            losses = sample_losses(logits, labels, _is_shifted(plain), problem)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             raise ValueError(f"compute_loss_func returned {kind_of(losses)}; {N_LOSSES}" + ON_PRIVATE)
         return losses
@@ -292,12 +293,13 @@ def _is_shifted(model: Any) -> bool | None:
     return None if kind is None else kind == "ForCausalLM"
 
 
-def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = None) -> Tensor:
+def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = None, problem: str | None = None) -> Tensor:
     """N losses from logits and labels, each from one sample.
 
     logits: N C, N T C, or N
     labels: N classes; N T tokens, -100 for tokens without a loss; or numbers, of the logits' shape or N
     shifted: whether token t is predicted at t - 1. None if that is unknown; token labels then raise ValueError
+    problem: the ``problem_type`` of a model's configuration
 
     Raises ValueError for other shapes.
     """
@@ -305,15 +307,17 @@ def sample_losses(logits: Tensor, labels: Tensor | None, shifted: bool | None = 
         logits, labels = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
         tokens = F.cross_entropy(logits.mT.float(), labels, reduction="none", ignore_index=IGNORED)  # N T
         return tokens.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
-    if labels is not None and logits.ndim == 2 and labels.ndim == 1 and not labels.is_floating_point():
-        return F.cross_entropy(logits.float(), labels, reduction="none")
-    if labels is not None and labels.is_floating_point():
-        if logits.shape == labels.shape and logits.ndim == 2:
+    if labels is not None and logits.ndim <= 2 and len(logits) == len(labels):
+        is_number, shape = labels.is_floating_point(), logits.shape
+        if not is_number and labels.ndim == 1 and shape[1:] > (1,) and problem in (None, "single_label_classification"):
+            return F.cross_entropy(logits.float(), labels, reduction="none")
+        if is_number and labels.numel() == len(labels) == shape.numel() and problem in (None, "regression"):
+            return (logits.float().flatten() - labels.flatten()).square()
+        if is_number and labels.shape == shape and problem == "regression":
+            return (logits.float() - labels).square().mean(1)
+        if is_number and labels.shape == shape and logits.ndim == 2 and problem in (None, "multi_label_classification"):
             return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(1)
-        if labels.ndim == 1 and logits.numel() == len(labels):
-            return (logits.float().flatten() - labels).square()
-    shape = None if labels is None else tuple(labels.shape)
     raise ValueError(
-        f"the model's logits have shape {tuple(logits.shape)} and the labels {shape}; expected labels that are classes, "
-        f"tokens or numbers. {_OR_OVERRIDE}" + ON_PRIVATE
+        f"the model's logits are {kind_of(logits)} and the labels {kind_of(labels)}, for problem_type={problem}; expected "
+        f"labels that are classes, tokens or numbers. {_OR_OVERRIDE}" + ON_PRIVATE
     )

@@ -12,12 +12,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.errors import ON_CLIPPING
+from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
 from autograd_hacks.extending import (
     CLIPPING_BUDGET,
     Spread,
     Where,
-    accumulation_dtype,
     ask_independent,
     check_kind,
     check_may_set,
@@ -104,7 +103,10 @@ class PrivateStep(Shown):
 
 
 def together(parts: Sequence[PrivateStep]) -> PrivateStep:
-    """The whole step of several micro-batches.  The last of them had the noise."""
+    """The whole step of several micro-batches.  The last of them had the noise, so ValueError is raised for other bounds."""
+    if bounds := sorted({part.bound for part in parts} - {parts[-1].bound}):
+        given = f"step(): micro-batches of one step were clipped to max_norm={bounds} and to {parts[-1].bound}"
+        raise ValueError(f"{given}; expected one bound, which the noise covers. Change it between steps only" + ON_PRIVATE)
     last, each = parts[-1], list[Any](part.weights for part in parts)
     by_part = isinstance(last.weights, Mapping)
     weights = {key: torch.cat([own[key] for own in each]) for key in last.weights} if by_part else torch.cat(each)
@@ -165,8 +167,9 @@ def clip_and_noise_(
 
     Raises SamplesMixed if samples are not independent, and ProbeFailed if that was not shown; ValueError for numbers out of
     range, for bounds that leave parameters out, for weights above the bound, for groups or a mask of the wrong shape, for
-    groups that are spread over processes, and as `clip_grad1_norm_` does for ``add``; NothingRecorded if ``.grad`` was
-    already set from this pass; and what `compute_grad1` raises.
+    groups that are spread over processes, as `clip_grad1_norm_` does for ``add``, and if ``.grad`` then isn't None, zeros
+    or what this function has set; NothingRecorded if ``.grad`` was already set from this pass; and what `compute_grad1`
+    raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; per layer McMahan
     et al. 2018, arXiv:1710.06963, section 3.
@@ -205,9 +208,9 @@ def clip_and_noise_(
         for (_, x), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
             x += sharded_as(found, x)
     set_grads(spread.parameters, sums, set(sums), recorder=recorder)
-    for grad, x in ((spread.parameters[name].grad, x) for name, x in sums.items() if not multiplier):
-        if grad is not None and grad.dtype != x.dtype:
-            _SUMS[grad] = version_of(grad), x
+    for grad, x in ((spread.parameters[name].grad, x) for name, x in sums.items()):
+        if grad is not None and not (multiplier and grad.dtype != x.dtype):
+            _SUMS[grad] = version_of(grad), None if grad.dtype == x.dtype else x
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w) for w in weights]
@@ -301,18 +304,19 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
         raise ValueError(f"clip_and_noise_: {apart}. Send all samples of a group to one process." + ON_CLIPPING)
 
 
-_SUMS = ByTensor[tuple[int, Tensor]]()
-"""What was rounded to a ``.grad`` in half precision before it had noise, with the version of that ``.grad``.
+_SUMS = ByTensor[tuple[int, Tensor | None]]()
+"""The version of each ``.grad`` that was set, and what was rounded to it in half precision before it had noise.
 
 One sample could move rounded sums by more than the bound.  Rounding comes after the noise."""
 
 
 def _unrounded(name: str, p: Tensor) -> Tensor | float:
     """What micro-batches have added to ``.grad`` so far."""
-    if p.grad is None or accumulation_dtype(p.dtype) == p.dtype:
-        return 0.0 if p.grad is None else p.grad
-    version, found = _SUMS.get(p.grad) or (-1, p.grad)
-    if version != version_of(p.grad):
-        given = f"clip_and_noise_ was given add=True, but .grad of {name} is in {p.dtype} and isn't what it has set"
-        raise ValueError(f"{given}; expected None, or the sum of the step's earlier micro-batches" + ON_CLIPPING)
-    return found
+    if p.grad is None:
+        return 0.0
+    version, found = _SUMS.get(p.grad) or (-1, None)
+    is_ours = version == version_of(p.grad)
+    if not is_ours and p.grad.any():
+        given = f"clip_and_noise_ was given add=True, but .grad of {name} isn't what it has set"
+        raise ValueError(f"{given}; expected None, zeros, or the sum of the step's earlier micro-batches" + ON_CLIPPING)
+    return found if is_ours and found is not None else p.grad

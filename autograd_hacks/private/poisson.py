@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.extending import kind_of
 from autograd_hacks.support.draws import Secret, uniform
+from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.ranges import is_whole
+from autograd_hacks.support.trees import Unpacked, is_packed, unpacked
 
 OF_POISSON = "epsilon is computed for Poisson-sampled batches and does not hold for others, such as a shuffled loader's"
 WOULD_CLIP = "which would clip the noisy gradient; samples are clipped already. Leave it out."
 N_LOSSES = "expected N losses, one for each sample (reduction='none'): in a mean, one sample's loss depends on the others"
+
+ONCE_MORE = 30
+"""How often a batch is collated at most to see which of its parts are random."""
 
 
 class Users:
@@ -204,7 +210,61 @@ class _WithMarks(Dataset[Any]):
 def _collated(collate: Callable[[list[Any]], Any], found: list[Any]) -> list[Marked]:
     """found: of each micro-batch a mark and samples"""
     begins = [n for n, x in enumerate(found) if isinstance(x, Mark)]
-    return [Marked(found[begin], collate(found[begin + 1 : end])) for begin, end in pairwise([*begins, len(found)])]
+    return [_marked(collate, found[begin], found[begin + 1 : end]) for begin, end in pairwise([*begins, len(found)])]
+
+
+def _marked(collate: Callable[[list[Any]], Any], mark: Mark, samples: list[Any]) -> Marked:
+    """Raises ValueError unless each sample is at its place in the batch, where users or padding are known by places."""
+    if collate is default_collate or not (0 < mark.samples < mark.size or len(set(mark.users or ())) > 1):
+        return Marked(mark, collate(samples))
+
+    def batch_of(those: list[Any]) -> Any:
+        return collate([copy(x) for x in those])  # it may take parts out of samples
+
+    batch, longer = batch_of(samples), batch_of([*samples, samples[0]])
+    tries = (list(_kept(batch, longer, batch_of(samples) if n else batch, len(samples))) for n in range(ONCE_MORE))
+    if any(kept and all(kept) for kept in tries):
+        return Marked(mark, batch)
+    raise ValueError(
+        "loader was given a collate_fn that puts samples in another order, as by length, or changes all values at random: "
+        "with one sample more at the end, other rows of the batch changed. Which samples are padding, and whose they are, "
+        "is known by their order. Sort in the model's forward; change values in the data set's __getitem__" + ON_PRIVATE
+    )
+
+
+def _kept(batch: Any, longer: Any, again: Any, size: int) -> Iterator[bool]:
+    """Of each part of a batch that has a row for each sample, whether rows are in the order of the samples.
+
+    longer: the batch of these samples with the first one also at the end, which must add a copy of the first row there
+    again: the batch once more; parts that differ are random, and tell nothing
+    """
+    if hasattr(batch, "keys"):
+        for key in set(batch.keys()).intersection(longer.keys(), again.keys()):
+            yield from _kept(batch[key], longer[key], again[key], size)
+    elif isinstance(batch, list | tuple) and len(batch) == len(longer):
+        for own in () if is_packed(batch) else zip(batch, longer, again):
+            yield from _kept(*own, size)
+    elif isinstance(batch, list | tuple) or hasattr(batch, "shape"):
+        pairs = [own for own in zip(_by_axis(batch), _by_axis(longer)) if [len(x) for x in own] == [size, size + 1]]
+        if pairs and _same(batch, again):
+            yield any(_same([*rows, rows[0]], list(more)) for rows, more in pairs)
+    else:  # an object that holds tensors, or something else
+        opened = [x if isinstance(x, Unpacked) else unpacked(x, everything=True) for x in (batch, longer, again)]
+        a, b, c = [x.parts if isinstance(x, Unpacked) else [] for x in opened]
+        yield from _kept(a, b, c, size)
+
+
+def _by_axis(x: Any) -> list[Any]:
+    """The rows of a tensor or array along each of its axes, or of a list."""
+    return [x.swapaxes(0, axis) for axis in range(x.ndim)] if hasattr(x, "shape") else [x]
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether trees of tensors, arrays and others are the same.  NaN is the same as NaN."""
+    pairs = list(zip_longest(*[tree_leaves(unpacked(tree)) for tree in (x, y)]))
+    shapes = [[getattr(part, "shape", None) for part in own] for own in pairs]
+    is_alike = all(one == other for one, other in shapes)
+    return is_alike and all(bool(torch.as_tensor((a == b) | (a != a) & (b != b)).all()) for a, b in pairs)
 
 
 class PrivateLoader(DataLoader[Any]):

@@ -49,7 +49,8 @@ class PrivateTraining:
     epsilon: the ε that ``steps`` steps may spend; the noise multiplier follows from it
     steps: how many steps may spend ``epsilon``
     seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
-    operating system. A seed below 2⁶⁴ warns. A larger one protects only if it was drawn at random: ``secrets.randbits(128)``
+    operating system. A seed below 2⁶⁴ warns. A larger one protects only if drawn at random, as by ``secrets.randbits(128)``.
+    A copy of the training, also by pickle, draws a seed of its own; only `state_dict` keeps it
     secure: draw noise by `SecureNoise`, which can't be repeated
     accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
     dp-accounting's are tighter
@@ -111,6 +112,10 @@ class PrivateTraining:
         self._hooked: Hooked | None = None
         self._noisy: NoisyGrads | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, with another seed: noise that two trainings share cancels in their difference."""
+        return vars(self) | {"_seed": seed_of(None)}
+
     @property
     def steps(self) -> int:
         return sum(steps for _, _, steps in self.history)
@@ -166,7 +171,8 @@ class PrivateTraining:
         padded: pad every micro-batch to ``micro_batch_size``, so that all have one shape
         first: the step at which epoch 0 began, for trainers that call ``set_epoch``. By default the step at which epochs of
         this length began
-        options: of ``DataLoader``
+        options: of ``DataLoader``. A ``collate_fn`` must keep the samples' order. With users or padding, by which rows then
+        are known, it runs a second time with one sample more, and if that changes the other rows there is a ValueError
         """
         size, unit = check_data(data, options), "samples"
         if padded and micro_batch_size is None:

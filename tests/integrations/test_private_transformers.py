@@ -238,12 +238,20 @@ def test_losses_of_samples() -> None:
     single = [nn.functional.binary_cross_entropy_with_logits(x, y) for x, y in zip(logits, targets)]
     assert_close(sample_losses(logits, targets), torch.stack(single))
     assert_close(sample_losses(logits[:, :1], targets[:, 0]), (logits[:, 0] - targets[:, 0]).square())
+    squares = (logits - targets).square()
+    assert_close(sample_losses(logits, targets, problem="regression"), squares.mean(1))
+    for problem in (None, "regression"):
+        assert_close(sample_losses(logits[:, :1], targets[:, :1], problem=problem), squares[:, 0])
+        assert_close(sample_losses(logits[:, 0], targets[:, 0], problem=problem), squares[:, 0])
+    one = nn.functional.binary_cross_entropy_with_logits(logits[:, 0], targets[:, 0], reduction="none")
+    assert_close(sample_losses(logits[:, :1], targets[:, :1], problem="multi_label_classification"), one)
     tokens, labels = torch.randn(2, 3, 4), torch.tensor([[1, -100, 2], [-100, -100, -100]])
     found = sample_losses(tokens, labels, shifted=False)
     assert_close(found[0], nn.functional.cross_entropy(tokens[0][[0, 2]], torch.tensor([1, 2])))
     assert found[1] == 0
     assert_close(sample_losses(tokens, labels, shifted=True)[0], nn.functional.cross_entropy(tokens[0, 1], labels[0, 2]))
-    for given in (logits, None), (tokens, labels):  # whether tokens are shifted isn't known of any model
+    wrong = (logits, classes, None, "regression"), (logits, targets, None, "single_label_classification")
+    for given in (logits, None), (tokens, labels), (logits[:, :1], classes), *wrong:  # shifts aren't known of any model
         with pytest.raises(ValueError, match="Give compute_loss_func"):
             sample_losses(*given)
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, N, check, data, expected, net, of_many, rows_of, same
+from trained import LR, MAX_NORM, N, check, data, net, of_many, rows_of, same
 from twin import Bare
 
 import autograd_hacks
@@ -59,9 +59,11 @@ def test_steps_are_those_of_single_samples(scales: str | None, max_norm: float |
     check(model, after, steps.history, steps.norms, max_norm)
 
 
-def test_losses_by_backward() -> None:
-    model, steps, (x, y) = net(), Steps(MAX_NORM), data()
-    norms = expected(model)[1][0]
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_losses_by_backward(dtype: torch.dtype, rtol: float) -> None:
+    model, steps, (x, y) = net().to(dtype), Steps(MAX_NORM), data()
+    x = x.to(dtype)
+    norms = rows_of(model, x[:N], y[:N]).norm(dim=1)
     for sizes, loss_type, share in (([N], "mean", 1), ([4] * 4, "mean", 4), ([6, 10], "sum", N)):
         model.zero_grad()
         steps.attach(model)
@@ -76,8 +78,8 @@ def test_losses_by_backward() -> None:
     found = steps.read()
     mean = torch.cat([p.grad.flatten() for p in model.parameters()])
     steps.detach()
-    rows = rows_of(model, x, y) * torch.tensor([48 / 40] * 20 + [48 / 56] * 28)[:, None]
-    assert_close(steps.norms, rows.norm(dim=1))
+    rows = rows_of(model, x, y) * torch.tensor([48 / 40] * 20 + [48 / 56] * 28, dtype=dtype)[:, None]
+    assert_close(steps.norms, rows.norm(dim=1), rtol=rtol, atol=rtol)
     assert_close(mean, (rows * (MAX_NORM / rows.norm(dim=1)).clamp(max=1)[:, None]).mean(0))
     assert abs(found["grads/noise"] / rows.var(0).sum().item() - 1) < 1e-4
 

@@ -1,18 +1,22 @@
 """Loops that are written otherwise than documented: a private step is the same one, or refused."""
 
 import copy
-from collections.abc import Iterator
+import enum
+import random
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from private_steps import EXPECTED, LR, NOISE, STEPS, by_hand, dataset, losses, net, train, training
+from private_steps import EXPECTED, LR, NOISE, SIZE, STEPS, by_hand, dataset, losses, net, train, training
 from private_steps import data as numbers
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.testing import assert_close
-from torch.utils.data import TensorDataset
+from torch.utils.data import StackDataset, TensorDataset, default_collate
 from twin import Bare
 
 import autograd_hacks
@@ -56,6 +60,51 @@ def test_an_optimizer_that_steps_after_each_micro_batch_never_sees_a_sum_without
     assert_close(models[2], models[0])
 
 
+Rows = list[dict[str, Any]]
+Rounding = enum.Enum("Rounding", ["UP"])
+
+
+class Held:
+    def __init__(self, rows: Rows) -> None:
+        self.of, self.x = self, SimpleNamespace(x=torch.stack([own["x"] for own in rows]))
+
+
+COLLATES: dict[str, tuple[Callable[[Rows], Any], bool]] = {  # whether samples are known to be at their places
+    "default": (default_collate, True),
+    "sorted by a number": (lambda rows: default_collate(sorted(rows, key=lambda own: float(own["x"][0]))), False),
+    "sorted by few numbers": (lambda rows: default_collate(sorted(rows, key=lambda own: -int(own["y"]))), False),
+    "backwards": (lambda rows: default_collate(rows[::-1]), False),
+    "shuffled": (lambda rows: default_collate(random.sample(rows, len(rows))), False),
+    "sorted and random": (lambda rows: default_collate(sorted([own | {"z": random.random()} for own in rows],
+                                                              key=lambda own: float(own["x"][0]))), False),
+    "sorted lists": (lambda rows: sorted([own["x"] for own in rows], key=lambda x: float(x[0])), False),
+    "of other samples": (lambda rows: torch.stack([x := own["x"] for own in rows]).cumsum(0) + 0 * x, False),
+    "lists": (lambda rows: [own["x"] for own in rows], True),
+    "samples on another axis": (lambda rows: {"x": torch.stack([own["x"] for own in rows], 1).numpy()}, True),
+    "nothing by samples": (lambda rows: torch.cat([own["x"] for own in rows]), False),
+    "packed": (lambda rows: (pack_sequence([own["x"] for own in rows], False), [own["y"] for own in rows]), True),
+    "taken out": (lambda rows: SimpleNamespace(y=torch.stack([own.pop("y") for own in rows]), of=Rounding.UP), True),
+    "sorted, in an object": (lambda rows: Held(sorted(rows, key=lambda own: float(own["x"][0]))), False),
+    "in an object": (lambda rows: Held(rows), True),
+    "NaN, a constant and a flip of all": (lambda rows: {"x": torch.stack([own["x"] / 0 * 0 for own in rows]),
+                                                        "table": torch.arange(len(rows[0]["x"])),
+                                                        "z": torch.stack([own["y"] for own in rows])
+                                                        * random.choice([-1, 1])}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 4}, {"groups": [n // 3 for n in range(SIZE)]}], ids=str)
+@pytest.mark.parametrize("name", COLLATES)
+def test_samples_must_be_at_their_places_where_padding_or_users_are(name: str, options: dict[str, Any]) -> None:
+    private = training(**{key: x for key, x in options.items() if key == "groups"})
+    most, (collate, keeps) = options.get("micro_batch_size"), COLLATES[name]
+    x, y = numbers()
+    rows = StackDataset(x=x, y=y, name=[str(n) for n in range(SIZE)])
+    with nullcontext() if keeps else pytest.raises(ValueError, match="puts samples in another order"):
+        list(private.loader(rows, collate_fn=collate, micro_batch_size=most))
+    list(training().loader(rows, collate_fn=collate))  # without users, each batch whole
+
+
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_batch_that_was_left_out_is_refused(at: int) -> None:
     """Also where all have one shape: another's mask would take padding for a sample."""
@@ -69,13 +118,19 @@ def test_a_batch_that_was_left_out_is_refused(at: int) -> None:
             break
 
 
-def test_a_rate_that_changes_amid_a_pass_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("expected_batch_size", r"drawn at a rate of 0\.2"), ("max_norm", r"clipped to max_norm=\[0\.5\] and to 2")],
+)
+def test_what_changes_amid_a_step_is_refused(name: str, words: str) -> None:
     private = training()
-    model, x, y = next(batches := begun(private))
-    private.expected_batch_size = 2
-    private.backward(losses(model, x, y))
-    with pytest.raises(RuntimeError, match=r"drawn at a rate of 0\.2"):
-        private.step()
+    batches = begun(private, parts=2)
+    for refuses in (False, True):
+        model, x, y = next(batches)
+        private.backward(losses(model, x, y))
+        with pytest.raises((RuntimeError, ValueError), match=words) if refuses else nullcontext():
+            private.step()
+        setattr(private, name, 2)
     batches.close()
 
 

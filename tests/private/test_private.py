@@ -301,7 +301,10 @@ def test_half_precision_is_rounded_after_the_noise(parts: int) -> None:
         for p in model.parameters():
             assert p.grad is not None
             assert_close(p.grad.float(), row[p.shape] / EXPECTED, rtol=0.1, atol=0.02 * BOUND / EXPECTED)
-    model.weight.grad += 1
-    backward(model, x)
-    with pytest.raises(ValueError, match="isn't what it has set"):
-        step(model, add=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype).weight.grad += 1
+        backward(model, x.to(dtype))
+        with pytest.raises(ValueError, match="isn't what it has set"):
+            step(model, add=True)
+    model.zero_grad(set_to_none=False)
+    step(model, add=True)
