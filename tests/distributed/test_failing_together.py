@@ -13,9 +13,11 @@ from torch import Tensor
 import autograd_hacks
 from autograd_hacks import PerSampleGrads, curvature
 from autograd_hacks.errors import (
+    BatchSizeError,
     NothingRecorded,
     NotReduced,
     ProcessesDisagree,
+    SamplesMixed,
     StaleRecord,
 )
 
@@ -52,15 +54,16 @@ def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
 def nothing_recorded(way: str) -> None:
     model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
-    for bad in ("record", "number") if way != "shards that rows need" else ("record", "number", "weights"):
-        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+    for bad in ("record", "number", "losses", "count", *(["weights"] if way == "shards that rows need" else [])):
+        losses = squares(model(x[own((4, 4))]), y[own((4, 4))])
+        autograd_hacks.backward({"losses": losses * losses.mean(), "count": losses[:3]}.get(bad, losses) if rank else losses)
         if rank and bad == "record":
             autograd_hacks.clear_backprops(model)
         if rank and bad == "weights":
             with torch.no_grad():
                 model.head.bias.to_local().add_(0)  # type: ignore[operator, union-attr]
-        mine = {"record": NothingRecorded, "number": ValueError, "weights": StaleRecord}[bad]
-        with pytest.raises(mine if rank else ProcessesDisagree):
+        mine = {"number": ValueError, "weights": StaleRecord, "losses": SamplesMixed, "count": BatchSizeError}
+        with pytest.raises(mine.get(bad, NothingRecorded) if rank else ProcessesDisagree):
             autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
         model.zero_grad()
         if way != "shards that rows need":
