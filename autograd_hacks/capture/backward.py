@@ -137,8 +137,10 @@ class Backward:
         if self.running is None:
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=bool(dispatch_modes()))
-            if losses is not None and self.record not in losses.heard_by:
-                losses.heard_by.append(self.record)
+            if losses is not None:
+                self.running.refused = losses.refused
+                if self.record not in losses.heard_by:
+                    losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
                 self.running.refused = WITHIN
             self._newest = max(task, self._newest)

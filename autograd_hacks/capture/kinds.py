@@ -81,6 +81,7 @@ class Within:
     refused: Mapping[str, str] = field(default_factory=dict)  # why a parameter has no rows
     disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     mixing: str = ""  # how samples mix
+    unshown: Exception | None = None  # why they weren't shown not to, where other processes are to know when rows are read
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
     open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
     unshown_at: int | None = None  # the number of the operation at which laws don't show it

@@ -20,7 +20,7 @@ from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Record
-from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole
+from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole, has_processes
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.probe.documents import Segments, documents_of
 from autograd_hacks.probe.tape import Tape
@@ -142,6 +142,7 @@ class Recorder:
             self.marks, tapes = Marks(self._modules(path, model)), ran.within.kind.tapes
             kept = [] if before is None else before.kept(self.marks.tensors)
             self.tape = Tape(model, ran.known.batch.leaves, tapes.constants, kept, tapes.latest())
+            self.tape.goes_on = has_processes() and not self.is_aside
             self.tape.start()
         self.forward.is_taped = self.tape is not None
 

@@ -37,6 +37,7 @@ class Announcement:
     what: str  # the argument, as text for messages
     hess_type: str | None = None  # set by `backprop_hess`
     complete: bool = True  # whether all its passes have run
+    refused: str = ""  # why its passes have no rows
     heard_by: list[Record] = field(default_factory=list)
 
 

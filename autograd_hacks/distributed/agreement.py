@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.distributed.shards import alone, learn, versions_of_shards
-from autograd_hacks.errors import ProcessesDisagree
+from autograd_hacks.errors import PerSampleGradientError, ProcessesDisagree
 from autograd_hacks.extending import ABOVE, Recorder, gathering, has_processes
 
 if TYPE_CHECKING:
@@ -81,8 +81,13 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
     record, what = recorder.record, "could not check its forward"
     mesh = record.mesh if gathering(model) else None
     if mesh is None:
-        if read():
-            check()
+        try:
+            if read():
+                check()
+        except PerSampleGradientError as error:
+            if not has_processes():
+                raise
+            record.last.unshown = type(error)(*error.args)  # without the frames
         return
 
     # What is new: how the model was hooked, or names read from the graph.

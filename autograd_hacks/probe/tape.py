@@ -87,6 +87,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
         self.refused: Exception | None = None
+        self.goes_on = False  # whether a refused forward goes on, until all processes know of it
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
@@ -238,7 +239,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 "Update it outside of the training, or without samples.".format(*place())
                 + ON_PRIVATE
             )
-            raise self.refused
+            self._raise()
         is_older = x in self._constants
         if not is_older:
             self.outside.append(x)
@@ -301,6 +302,10 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                         for own in (self, other))  # fmt: skip
         return mine == theirs and self.entries == other.entries
 
+    def _raise(self) -> None:
+        if self.refused is not None and not self.goes_on:
+            raise self.refused
+
     def leaves(self, x: Tensor, way: str) -> None:
         """Called as values leave PyTorch, or change without an operation.  Raises if they depend on arguments."""
         if type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
@@ -311,7 +316,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 "sample enters the gradients of others. Compute it with PyTorch's operations, or outside the model and pass "
                 "it as an argument with a row for each sample." + ON_PRIVATE
             )
-            raise self.refused
+            self._raise()
 
 
 never_compile(Tape.__torch_dispatch__)

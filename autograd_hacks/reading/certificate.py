@@ -203,9 +203,9 @@ def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
         )
     return UnseenGradient(
         f"{name}: the rows don't add up to the gradient that arrived. Part of the gradient did not pass through the "
-        "hooked layers, for example a penalty on the weight or a use of the weight outside its own layer; or the layer's "
-        "rule is wrong. A penalty belongs to no sample: run its backward pass separately, within "
-        "autograd_hacks.pause_hooks()."
+        "hooked layers, for example a penalty on the weight or a use of the weight outside its own layer; or a hook on the "
+        "parameter changes its gradient (change .grad after the rows are read); or the layer's rule is wrong. A penalty "
+        "belongs to no sample: run its backward pass separately, within autograd_hacks.pause_hooks()."
     )
 
 

@@ -203,6 +203,8 @@ def is_shown(use: Use) -> bool:
 
 def check_shown(use: Use) -> None:
     """Raises if samples were not shown to be independent in a use's forward."""
+    if use.within.unshown is not None:
+        raise use.within.unshown
     if is_shown(use):
         return
     if use.within.mixing:

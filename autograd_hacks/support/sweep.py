@@ -3,13 +3,14 @@
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointError
@@ -131,15 +132,20 @@ def _put_back(node: Any) -> Iterator[None]:
     boxes = [vars(node), *vars(node).values(), *(x for _, x in held)]
     boxes += [vars(x) for x in boxes if hasattr(x, "__dict__") and not is_known(type(x))]
     kept = [(box, copy(box)) for box in boxes if isinstance(box, dict | list | set | deque)]
+    # A compiled backward may write into what it saved, unless the graph is kept, as torch takes it to be here.
+    donates = bool(getattr(getattr(function, "metadata", None), "bw_donated_idxs", None))
+    saved = [(x, x.clone()) for x in node.saved_tensors] if donates else []
 
     def undo() -> None:
+        for x, before in saved:
+            x.data.copy_(before)  # without a new version
         for put, x in held:
             put(x)
         for box, content in kept:
             box.clear()
             (box.update if isinstance(box, dict | set) else box.extend)(content)
 
-    with restored(undo):
+    with restored(undo), functorch.patch(donated_buffer=False) if donates else nullcontext():
         yield
 
 

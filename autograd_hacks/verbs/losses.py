@@ -7,6 +7,7 @@ from torch import Tensor
 
 from autograd_hacks.capture.arrivals import announced
 from autograd_hacks.capture.records import Announcement
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
 from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size
@@ -32,6 +33,7 @@ def backward(
     Raises TypeError if ``losses`` is not a tensor, ValueError if it is not a vector of real numbers; NothingRecorded if it
     has no graph; SamplesMixed if a sample's loss depends on another sample's outputs; BatchSizeError if there are more or
     fewer losses than the hooked layers had samples. After a BatchSizeError the record is empty and ``param.grad`` is filled.
+    Where processes share batches, the last two are raised when rows are read, so that all processes know.
     """
     check_kind("backward", ON_REDUCTION, Tensor, "a tensor of N losses, one for each sample", losses=losses)
     if losses.ndim != 1:
@@ -46,10 +48,12 @@ def backward(
         )
     announcement = Announcement(losses.shape, loss_type, "the vector given to backward(losses)")
     if at := read_outside(losses):
-        raise SamplesMixed(
+        announcement.refused = (
             "samples mix in the losses given to backward, as in a contrastive loss or one with statistics of the batch, so "
             f"there are no per-sample gradients. Samples mix at {at}."
         )
+        if not has_processes():  # else others wait for this one's gradients, and would get those of its next pass
+            raise SamplesMixed(announcement.refused)
     share = 1 / max(1, len(losses)) if loss_type == "mean" else 1.0
     with announced(losses, announcement) as root:
         root.backward(torch.full_like(losses, share), retain_graph, inputs=inputs)

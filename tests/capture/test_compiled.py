@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from compiled_nets import Graphs, Net, Run, batch, check, ran, squares
-from oracle import one_backward_per_sample
+from oracle import assert_same, one_backward_per_sample
 from rarely import crossed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -233,3 +233,15 @@ def test_compiled_functions_of_tensors_alone_stay_compiled() -> None:
     autograd_hacks.add_hooks(model)
     check(model, model, plain, model, True)
     assert graphs.ran == 1
+
+
+def test_a_compiled_loss_outside_of_the_model() -> None:
+    """From its second size on, torch compiles a backward that may write into what the forward has saved."""
+    model, compiled = nn.Linear(3, 2).double(), torch.compile(squares, backend="aot_eager")
+    autograd_hacks.add_hooks(model)
+    for size in (5, 4, 5):
+        x, y = torch.randn(size, 3).double(), torch.randn(size, 2).double()
+        autograd_hacks.backward(compiled(model(x), y))
+        found = dict(autograd_hacks.per_sample_grads(model).dense())
+        model.zero_grad()
+        assert_same(found, one_backward_per_sample(copy.deepcopy(model), squares, x, y))

@@ -1,6 +1,8 @@
 """Where one process fails all raise, and the next step works."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,17 @@ import torch.nn as nn
 from processes import Both
 from spread import BOUND, batch, made, own, sharded, spread_out, squares, train_one, wrapped
 from torch import Tensor
+from twin import Bare
 
 import autograd_hacks
 from autograd_hacks import PerSampleGrads, curvature
 from autograd_hacks.errors import (
+    BatchSizeError,
     NothingRecorded,
     NotReduced,
+    ProbeFailed,
     ProcessesDisagree,
+    SamplesMixed,
     StaleRecord,
 )
 
@@ -52,15 +58,16 @@ def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
 def nothing_recorded(way: str) -> None:
     model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
-    for bad in ("record", "number") if way != "shards that rows need" else ("record", "number", "weights"):
-        squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+    for bad in ("record", "number", "losses", "count", *(["weights"] if way == "shards that rows need" else [])):
+        losses = squares(model(x[own((4, 4))]), y[own((4, 4))])
+        autograd_hacks.backward({"losses": losses * losses.mean(), "count": losses[:3]}.get(bad, losses) if rank else losses)
         if rank and bad == "record":
             autograd_hacks.clear_backprops(model)
         if rank and bad == "weights":
             with torch.no_grad():
                 model.head.bias.to_local().add_(0)  # type: ignore[operator, union-attr]
-        mine = {"record": NothingRecorded, "number": ValueError, "weights": StaleRecord}[bad]
-        with pytest.raises(mine if rank else ProcessesDisagree):
+        mine = {"number": ValueError, "weights": StaleRecord, "losses": SamplesMixed, "count": BatchSizeError}
+        with pytest.raises(mine.get(bad, NothingRecorded) if rank else ProcessesDisagree):
             autograd_hacks.clip_grad1_norm_(model, -1.0 if rank and bad == "number" else BOUND)
         model.zero_grad()
         if way != "shards that rows need":
@@ -181,9 +188,33 @@ def a_private_step_where_one_has_nothing() -> None:
     autograd_hacks.private.clip_and_noise_(model, BOUND, 0.0, 8)
 
 
+def leaves(m: Any, x: Tensor) -> Tensor:
+    """Reads samples in Python, on one process alone."""
+    if m.begun and dist.get_rank():
+        x.tolist()
+    return m.layer(x)  # type: ignore[no-any-return]
+
+
+def a_private_forward_that_one_refuses() -> None:
+    (x, y), rank = batch(0, 8), dist.get_rank()
+    for way in ("replicas", "shards"):
+        net = Bare(leaves, layer=nn.Linear(3, 2)).double()
+        model = spread_out(net, way)
+        autograd_hacks.add_hooks(model, param_grad=False, independent=True)
+        for net.begun in (False, True, False):
+            with pytest.raises(ProbeFailed if rank else ProcessesDisagree, match="tolist") if net.begun else nullcontext():
+                squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
+                autograd_hacks.private.clip_and_noise_(model, BOUND, 0.0, 8)
+
+
 @pytest.mark.parametrize(
     "task",
-    [uneven_numbers_of_steps_are_refused_by_name, parts_that_are_called_by_themselves, a_private_step_where_one_has_nothing],
+    [
+        uneven_numbers_of_steps_are_refused_by_name,
+        parts_that_are_called_by_themselves,
+        a_private_step_where_one_has_nothing,
+        a_private_forward_that_one_refuses,
+    ],
 )
 def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
     both(task)
