@@ -34,6 +34,15 @@ def _sizes(node: Any) -> tuple[Any, ...]:
     return tuple([tuple(m.shape) for m in made])
 
 
+JOINS = frozenset(["CatBackward0", "IndexCopyBackward0", "ScatterBackward0", "IndexPutBackward0"])
+"""What makes a tensor of parts of others, and of nothing else."""
+
+
+def _others(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of axes on which two shapes differ."""
+    return sum(m != n for m, n in zip(a, b)) if len(a) == len(b) else len(a) + len(b)
+
+
 class Trace:
     """The graph behind some values.
 
@@ -146,6 +155,12 @@ class Trace:
         for k in reversed(self.order()):
             kind, edges, (shape, *_) = self.kinds[k], self.edges[k], self.shapes[k]
             are_own = [edge is not None and found[edge[0]] for edge in edges]
-            is_like = any(edge and self.shapes[edge[0]][edge[1]] == shape for is_own, edge in zip(are_own, edges) if is_own)
-            found[k] |= is_like and (kind.is_entrywise or (all(are_own) and not kind.by_values))
+            # Of parts of a table some may be constants, and the others' entries are those of parameters alone.
+            joins = kind.name in JOINS and all(is_own or edge is None for is_own, edge in zip(are_own, edges))
+            is_like = any(
+                edge and _others(self.shapes[edge[0]][edge[1]] or (), shape or ()) <= joins
+                for is_own, edge in zip(are_own, edges)
+                if is_own
+            )
+            found[k] |= is_like and (kind.is_entrywise or joins or (all(are_own) and not kind.by_values))
         return found
