@@ -35,6 +35,15 @@ def _sizes(node: Any) -> tuple[Any, ...]:
     return tuple([tuple(m.shape) for m in made])
 
 
+JOINS = frozenset(["CatBackward0", "IndexCopyBackward0", "ScatterBackward0", "IndexPutBackward0"])
+"""What makes a tensor of parts of others, and of nothing else."""
+
+
+def _others(a: Sequence[int], b: Sequence[int]) -> int:
+    """The number of axes on which two shapes differ."""
+    return sum(m != n for m, n in zip(a, b)) if len(a) == len(b) else len(a) + len(b)
+
+
 class Trace:
     """The graph behind some values.
 
@@ -149,5 +158,8 @@ class Trace:
             ins = [self.shapes[edge[0]][edge[1]] for edge in edges if edge is not None and found[edge[0]]]
             # What is larger has been expanded: the samples may lie there.  And what indices choose may be anybody's.
             is_part = len(ins) == len(edges) and not kind.by_values and sum(map(size, outs)) <= sum(map(size, ins))
-            found[k] |= is_part or (kind.is_entrywise and outs[0] in ins)
+            # Of parts of a table some may be constants, and the others' entries are those of parameters alone.
+            joins = kind.name in JOINS and len(ins) == sum(edge is not None for edge in edges)
+            is_joined = joins and any(_others(own or (), outs[0] or ()) <= 1 for own in ins)
+            found[k] |= is_part or is_joined or (kind.is_entrywise and outs[0] in ins)
         return found
