@@ -88,6 +88,10 @@ class LayerCall(Use, Call):
         value = vars(self)[name] = _FOLLOWS[name](self)
         return value
 
+    def forget(self) -> None:
+        """Frees what was kept for the rule, because rows come from where the output meets the batch."""
+        self.edges, self.args, self.kwargs, self.versions, self.outputs = {}, (), {}, [], ()
+
     def forms_at_once(self, grads: OutputGrads) -> Mapping[str, Form] | None:
         """The forms of its parameters by their names in the layer, or None if there is more to decide or to check."""
         known, within = self.known, self.within

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.capture.kinds import Within
-from autograd_hacks.capture.uses import OutputGrads, Use
+from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import A_BATCH, ON_REDUCTION, ON_SEGMENTS, BatchSizeError, NothingRecorded, PerSampleGradientError
 from autograd_hacks.forms.directions import along, directions
 from autograd_hacks.probe.documents import Documents
@@ -96,6 +96,8 @@ class Pass:
     def free(self, use: Use) -> None:
         """Frees what came to a use, once it was read."""
         del self.received[use], self.told_by[use]
+        if isinstance(use, NodeUse):  # which the graph holds
+            use.versions = []
 
     def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters that the pass reaches at the model's own uses, with their names."""

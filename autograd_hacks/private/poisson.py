@@ -264,7 +264,8 @@ def _same(x: Any, y: Any) -> bool:
     pairs = list(zip_longest(*[tree_leaves(unpacked(tree)) for tree in (x, y)]))
     shapes = [[getattr(part, "shape", None) for part in own] for own in pairs]
     is_alike = all(one == other for one, other in shapes)
-    return is_alike and all(bool(torch.as_tensor((a == b) | (a != a) & (b != b)).all()) for a, b in pairs)
+    found = ((a == b) | (a != a) & (b != b) for a, b in pairs if is_alike)
+    return is_alike and all(bool(own.all() if hasattr(own, "all") else own) for own in found)
 
 
 class PrivateLoader(DataLoader[Any]):

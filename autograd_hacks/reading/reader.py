@@ -375,7 +375,9 @@ class Reader:
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
             if whose is None:  # its rows come from where its output meets the batch
-                noted.call.edges = {}
+                noted.call.forget()
+                for _, hook in noted.hooks:
+                    hook.live = None
         if found.planned is None:
             found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
             own, edges = {k for k in self.trace.leaves if nodes[k] in names}, self.trace.edges
