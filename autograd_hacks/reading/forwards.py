@@ -173,6 +173,7 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     places = best.hypothesis.places
     within.places = [places.get(slot) for slot in range(len(ran.outputs))]
     ran.labels, ran.added = walk.labels, {at: where for at, where in places.items() if isinstance(at, Value)}
+    within.mixes_at = best.reader.mixing(walk)[0]
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
     within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
     within.by_rule = found.covered

@@ -96,6 +96,11 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         why = record.last.mixing or record.last.untold
         if why and not record.last.refused.keys().isdisjoint(recorded.names()):
             raise _refusal(why)
+        if record.comparing and record.last.mixes_at:
+            raise _refusal(
+                f"samples mix at {record.last.mixes_at}, and a derivative leads back through it, so that each sample's loss "
+                "depends on the others' outputs."
+            )
         if recorded.refused:
             raise _refusal(recorded.refused)
         wrong = [reason for name, reason in record.last.disproven.items() if name in recorded.names()]

@@ -387,7 +387,7 @@ class Reader:
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
-    if samples == 1:
+    if samples < 2:
         return One(0)
     if isinstance(at, Tensor):
         return Entries(at.view([-1, *[1] * (len(shape) - 1)]))

@@ -257,3 +257,20 @@ def test_a_loss_of_the_batchs_own_gradient_is_refused(name: str) -> None:
             autograd_hacks.compute_grad1(model, "sum")
         step(model, lambda net, x: squares(net(x)), x)
         autograd_hacks.compute_grad1(model, "sum")
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_derivative_back_through_a_place_where_samples_mix(mixes: bool) -> None:
+    """No parameter is behind it, so the rows of a loss without the derivative exist."""
+    axes = (5, 3) if mixes else (3,)
+    model = Bare(lambda m, x: m.out(F.layer_norm(x, axes)), out=nn.Linear(3, 2)).double()
+    with autograd_hacks.add_hooks(model):
+        for with_penalty in (False, True, True):
+            x = torch.randn(5, 3).double().requires_grad_()
+            losses = squares(model(x))
+            if with_penalty:
+                (grad,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+                losses = (grad.norm(dim=1) - 1).square()
+            losses.sum().backward()
+            with pytest.raises(SamplesMixed, match="a derivative") if mixes and with_penalty else nullcontext():
+                autograd_hacks.compute_grad1(model, "sum")

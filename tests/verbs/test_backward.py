@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from twin import Bare, check_right
 
 import autograd_hacks
-from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.errors import BatchSizeError, SamplesMixed
 
 
 def test_a_loss_that_is_zero_at_some_positions_and_samples() -> None:
@@ -87,6 +87,12 @@ def test_backward_with_a_vector_of_losses(model: nn.Module) -> None:
         autograd_hacks.backward(squares(model(x), y), loss_type)
         assert_right(model, x, y)
         assert_close([getattr(p.grad1, loss_type)(0) for p in model.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_losses_beside_a_forward_of_no_samples(model: nn.Module) -> None:
+    x, _ = batch(3)
+    with pytest.raises(BatchSizeError, match="the numbers of samples disagree"):
+        autograd_hacks.backward(squares(model(x)) + model(x[:0]).sum())
 
 
 def test_backward_in_accumulate_and_through_a_retained_graph(model: nn.Module) -> None:
