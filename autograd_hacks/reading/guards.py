@@ -70,6 +70,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     """The segments to read.  Raises if there are none, or if their rows can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
+    if record.last.unshown is not None:  # then hooks may be missing, too
+        raise record.last.unshown
     check_unseen(parameters, record)
     if not record.segments:
         no_backward = (
