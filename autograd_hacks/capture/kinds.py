@@ -88,7 +88,7 @@ class Within:
     meet: bool = False  # whether they say that samples meet there
     untold: str = ""  # why an output's entries can't be assigned to documents
     returns_parameters: bool = False  # whether some output depends on parameters only
-    mixes_at: str = ""  # a node at which samples mix, if only in front of it are parameters
+    mixes_at: str = ""  # the name of a node at which samples mix, whether or not parameters are behind it
     is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
     compared: set[str] | None = None  # the parameters whose rows need not be compared with gradients; None for all
     unsure: frozenset[str] = frozenset()  # those whose rows are compared in each step, since they may be of other values

@@ -100,8 +100,7 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, ste
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = None) -> list[Label]:
     n = len(sizes.own)
     d, at = axis(dim, n), sizes.o if index is None else signed(index)
-    take = lambda x: x.select(d, at)  # noqa: E731
-    return [spread(label, beside(d, n), sizes.out, sizes.own, samples, take, is_whole=sizes.is_shared)]
+    return [spread(label, beside(d, n), sizes.out, sizes.own, samples, lambda x: x.select(d, at), is_whole=sizes.is_shared)]
 
 
 @move("select_backward stack", reads="dim index")

@@ -152,12 +152,12 @@ class Trace:
         """Whether all axes of a node's output are those of parameters, as the axes of ``table + buffer`` are.
 
         own: whether it is made of parameters alone"""
-        found, size = list(own), lambda x: prod(x)
+        found = list(own)
         for k in reversed(self.order()):
             kind, edges, outs = self.kinds[k], self.edges[k], self.shapes[k]
             ins = [self.shapes[edge[0]][edge[1]] for edge in edges if edge is not None and found[edge[0]]]
             # What is larger has been expanded: the samples may lie there.  And what indices choose may be anybody's.
-            is_part = len(ins) == len(edges) and not kind.by_values and sum(map(size, outs)) <= sum(map(size, ins))
+            is_part = len(ins) == len(edges) and not kind.by_values and sum(map(prod, outs)) <= sum(map(prod, ins))
             # Of parts of a table some may be constants, and the others' entries are those of parameters alone.
             joins = kind.name in JOINS and len(ins) == sum(edge is not None for edge in edges)
             is_joined = joins and any(_others(own or (), outs[0] or ()) <= 1 for own in ins)

@@ -79,7 +79,12 @@ def test_a_value_that_has_owners_is_of_the_batch_wherever_it_came_from(is_known:
 
 EYE, MANY = 9 * torch.eye(4 * N).double(), torch.ones(N, N).double().to_sparse()
 OF = torch.randint(0, N, (4 * N * N,), generator=torch.Generator().manual_seed(0))
-dealt = lambda y: torch.zeros(N).double().index_put((OF,), y.flatten().tanh(), accumulate=True)  # noqa: E731
+
+
+def dealt(y: Tensor) -> Tensor:
+    return torch.zeros(N).double().index_put((OF,), y.flatten().tanh(), accumulate=True)
+
+
 MADE: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], bool]] = {
     # name: (what is made of parameters, data and indices, whether samples mix)
     "rows for each sample": (lambda net, x, ids: (x * net.rows).tanh() + net.bias.expand(N, 4 * N), False),
