@@ -4,17 +4,17 @@ torch numbers hooks one after the other, so a forward in which none was register
 are watched: a hook that only looks is left alone, and one that changes gradient must keep samples apart."""
 
 import gc
+import sys
 import weakref
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
@@ -32,16 +32,36 @@ Labels = Mapping[int, Sequence[Label]]
 _OWN = __name__.partition(".")[0] + "."
 
 
+_BY = frozenset(("register_hook", "_register_hook"))
+"""torch's functions that put hooks on tensors and on nodes."""
+_REGISTERED: deque[tuple[int, Callable[[], dict[int, Any] | None]]] = deque()
+"""The hooks that they have put there while models are hooked: their numbers, and the dictionaries that torch calls."""
+_MOST = [2**12]
+"""How many may be in `_REGISTERED` before those that are gone are taken out."""
+_plain = RemovableHandle.__init__
+
+
+@wraps(_plain)
+def _noted(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+    _plain(self, *args, **kwargs)
+    if sys._getframe(1).f_code.co_name in _BY:
+        _REGISTERED.append((self.id, self.hooks_dict_ref))
+        if len(_REGISTERED) > _MOST[0]:
+            for number, hooks in [_REGISTERED.popleft() for _ in range(len(_REGISTERED))]:
+                if number in (hooks() or ()):
+                    _REGISTERED.append((number, hooks))
+            _MOST[0] = 2 * len(_REGISTERED) + 2**12
+
+
+def note_hooks(is_on: bool) -> None:
+    """Whether hooks are noted as torch registers them.  To look for them among all objects takes longer than a step."""
+    RemovableHandle.__init__ = _noted if is_on else _plain  # type: ignore[method-assign]
+
+
 def since(first: int) -> list[tuple[dict[int, Any], int]]:
     """The user's hooks that were registered since a count, as dictionaries that torch calls, and keys."""
-    wanted, found = set(range(first, RemovableHandle.next_id)), list[tuple[dict[int, Any], int]]()
-    for generation in range(3):  # new objects come first
-        for thing in gc.get_objects(generation) if wanted else ():
-            if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
-                keys = wanted.intersection(thing)
-                wanted -= keys
-                found += [(thing, key) for key in keys if not _is_own(thing[key]) and not _is_of_calls(thing)]
-    return found
+    found = ((hooks(), number) for number, hooks in [*_REGISTERED] if number >= first)
+    return [(own, number) for own, number in found if own and number in own and not _is_own(own[number])]
 
 
 def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
@@ -49,17 +69,6 @@ def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
     for hooks_of, _ in hooks:
         for key in [key for key, hook in hooks_of.items() if isinstance(hook, AtOutput | AtNode)]:
             hooks_of[key] = hooks_of.pop(key)
-
-
-_OF_CALLS = {"_forward_hooks", "_global_forward_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks"}
-
-
-def _is_of_calls(hooks: dict[int, Any]) -> bool:
-    """Whether a dictionary of hooks is a module's or an optimizer's, whose calls are no gradients.
-
-    A module's backward hooks are called by others, which it puts on nodes and tensors in each forward."""
-    owners = (owner for owner in gc.get_referrers(hooks) if isinstance(owner, dict | nn.Module | Optimizer))
-    return any(not _OF_CALLS.isdisjoint(owner if isinstance(owner, dict) else vars(owner)) for owner in owners)
 
 
 def _is_own(hook: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, on_node
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import since
+from autograd_hacks.capture.gradient_hooks import note_hooks, since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
@@ -89,6 +89,7 @@ def attach(backward: Backward) -> None:
     """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
     _HOOKED.add(backward)
     torch.autograd.backward = _backward
+    note_hooks(True)
     if not (backward.wants_grad or _HANDLES):
         _HANDLES.append(register_optimizer_step_post_hook(_stepped))
 
@@ -102,6 +103,7 @@ def detach(backward: Backward) -> None:
         _HANDLES.pop().remove()
     if not _HOOKED and torch.autograd.backward is _backward:
         torch.autograd.backward = _plain
+    note_hooks(bool(_HOOKED))
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
@@ -134,20 +136,20 @@ def _backward(
 ) -> None:
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
-    roots, asked = [node for node in nodes if node is not None], None
-    if (
-        inputs is None
-        and not create_graph
-        and Switch.on()
-        and current_task() == NO_TASK
-        and not (is_transformed() or dispatch_modes())
-    ):
-        asked = _asked(roots)
+    roots, asked, hooks = [node for node in nodes if node is not None], None, []
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked[0] for own in watching))
         for own in watching:
             own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked[0]])
             own.has_looked()
+    if (
+        inputs is None
+        and not (create_graph or hooks)
+        and Switch.on()
+        and current_task() == NO_TASK
+        and not (is_transformed() or dispatch_modes())
+    ):
+        asked = _asked(roots)
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
@@ -169,7 +171,7 @@ def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
 def _asked(roots: Iterable[Node]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
     known = [own for own in _HOOKED if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
-    met = [one for own in known if not own.has_new_hooks() for one in [*own.met.values()]]
+    met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None
     uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])
