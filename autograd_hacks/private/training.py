@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from autograd_hacks import add_hooks, backward, clear_backprops
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.extending import BatchDim, Hooked, check_module, check_state, has_processes, recorder_of, spread_of
+from autograd_hacks.extending import (
+    BatchDim,
+    Hooked,
+    check_module,
+    check_state,
+    has_processes,
+    leaves_of,
+    recorder_of,
+    spread_of,
+)
 from autograd_hacks.private.accounting import Accountant, History, noise_for, spent
 from autograd_hacks.private.bounds import QuantileClip
 from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_, together
@@ -22,6 +32,7 @@ from autograd_hacks.private.noise import SecureNoise, seed_of
 from autograd_hacks.private.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.private.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.support.draws import Secret
+from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.ranges import check_bound, checked
 
 
@@ -241,10 +252,26 @@ class PrivateTraining:
         """Runs the backward pass of a micro-batch.
 
         losses: N losses, one for each sample    scaler: the GradScaler that scales them
+
+        Raises ValueError if gradient would arrive at parameters that aren't the attached model's: it would get no noise.
         """
+        self._check_leaves(losses)
         scaled = losses if scaler is None else scaler.scale(losses)
         self._scale = 1.0 if scaler is None else scaler.get_scale()
         backward(scaled, "sum")
+
+    def _check_leaves(self, losses: Tensor) -> None:
+        if self._model is None:
+            raise RuntimeError("backward(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
+        record, leaves = recorder_of(self._model).record, leaves_of(losses) if isinstance(losses, Tensor) else []
+        given = [x() for x in tree_leaves(record.arguments) if isinstance(x, weakref.ref)]
+        known = set(map(id, (*record.own_among(leaves), *self._model.parameters(), *given)))
+        if others := [tuple(leaf.shape) for leaf in leaves if id(leaf) not in known]:
+            raise ValueError(
+                f"backward(): the losses use {len(others)} parameters outside of the attached model, of shapes "
+                f"{others[:3]}, which would get gradient without clipping and noise. Attach one module that holds all, such "
+                "as the model and a criterion, or freeze them." + ON_PRIVATE
+            )
 
     @checked(ON_PRIVATE)
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:
