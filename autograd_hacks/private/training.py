@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ class PrivateTraining:
     steps: how many steps may spend ``epsilon``
     seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
     operating system. A seed below 2⁶⁴ warns. A larger one protects only if drawn at random, as by ``secrets.randbits(128)``.
-    A copy of the training, also by pickle, draws a seed of its own; only `state_dict` keeps it
+    A copy of the training, also by pickle or fork, draws a seed of its own; only `state_dict` keeps it
     secure: draw noise by `SecureNoise`, which can't be repeated
     accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
     dp-accounting's are tighter
@@ -125,7 +126,18 @@ class PrivateTraining:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, with another seed: noise that two trainings share cancels in their difference."""
-        return vars(self) | {"_seed": seed_of(None)}
+        return vars(self) | {"_drawn": (-1, 0)}
+
+    @property
+    def _seed(self) -> int:
+        """Another one in each process, so that forks share no noise either."""
+        if self._drawn[0] != os.getpid():
+            self._seed = seed_of(None)
+        return self._drawn[1]
+
+    @_seed.setter
+    def _seed(self, seed: int) -> None:
+        self._drawn = os.getpid(), seed
 
     @property
     def steps(self) -> int:
