@@ -1,8 +1,8 @@
 """Seeds and secrets: what is drawn from which, nothing twice, and what can be guessed."""
 
 import copy
-import os
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
