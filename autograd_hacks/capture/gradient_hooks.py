@@ -19,7 +19,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
+from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import current_node, sequence_number
@@ -27,7 +27,7 @@ from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.trees import version_of
 
 Labels = Mapping[int, Sequence[Label]]
-"""By a node's number, whose the gradients at its outputs are.  Nodes that aren't there are a part of the loss."""
+"""By a node's number, whose the gradients at its outputs are.  Of others, as a loss's, each row is taken for one's own."""
 
 _OWN = __name__.partition(".")[0] + "."
 
@@ -115,6 +115,7 @@ class _Watched:
         self, backward: weakref.ref[Backward], hook: Callable[..., Any], labels: Labels | None, samples: int
     ) -> None:
         self.backward, self.hook, self.labels, self.samples = backward, hook, labels, samples
+        self.users: Callable[..., Any] = hook.users if isinstance(hook, _Watched) else hook
 
     def __call__(self, *args: Any) -> Any:
         backward = self.backward()
@@ -134,8 +135,6 @@ class _Watched:
             return
         given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)
         values = [(node, n) for n in range(len(node._input_metadata))] if len(args) < 2 else [*node.next_functions]
-        if self.labels is not None and sequence_number(node) not in self.labels:
-            return
         if isinstance(args[0], Tensor) and len(values) > 1:  # which output's it is can be told by its shape only
             own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
             values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
@@ -154,18 +153,23 @@ class _Watched:
         if self._is_of_inputs():
             what, cure = "changes the gradient of a module's inputs", "register x.register_hook on the input"
         backward.refuse(
-            f"samples mix, or may: {named(self.hook)} {what} at {node.name()}. No row is known behind "
+            f"samples mix, or may: {named(self.users)} {what} at {node.name()}. No row is known behind "
             f"it. Let the hook return None, or {cure}; or change .grad after the rows are read."
         )
 
     def _is_of_inputs(self) -> bool:
         """Whether it is a module's full backward hook, which gets gradients of inputs and outputs together."""
-        own = _module_of(self.hook)
-        return own is not None and own.setup_output_hook.__qualname__ not in self.hook.__qualname__
+        own = _module_of(self.users)
+        return own is not None and own.setup_output_hook.__qualname__ not in self.users.__qualname__
 
     def _label(self, node: Any, number: int) -> Label:
-        of_node = (self.labels or {}).get(sequence_number(node), ()) if node is not None else ()
-        return of_node[number] if number < len(of_node) else None
+        if node is None or self.labels is None:
+            return None
+        of_node = self.labels.get(sequence_number(node))
+        if of_node is None and type(node) is not Leaf:
+            shape = node._input_metadata[number].shape
+            return on_axis(torch.arange(shape[0]), 0, len(shape)) if shape else One(0)
+        return of_node[number] if of_node and number < len(of_node) else None
 
     @torch.no_grad()
     def _is_apart(self, args: tuple[Any, ...], given: Sequence[Any], found: Sequence[Any], labels: Sequence[Label]) -> bool:
@@ -178,8 +182,9 @@ class _Watched:
             else entries(label, x.shape, self.samples, x.device)
             for label, x in zip(labels, given)
         ]
+        most = max((int(own.max()) for own in owners if own is not None and own.numel()), default=0)
         with with_random_state(random_state({x.device for x in given if x is not None})):
-            for bit, side in product(range((self.samples - 1).bit_length()), (0, 1)):
+            for bit, side in product(range(most.bit_length()), (0, 1)):
                 kept = [None if own is None else (own.clamp(min=0) >> bit) % 2 == side for own in owners]
                 parts = [x if keep is None else x.where(keep, 0) for x, keep in zip(given, kept)]
                 try:
@@ -193,9 +198,9 @@ class _Watched:
 
     def _again(self, parts: Sequence[Any], args: tuple[Any, ...]) -> Any:
         """What the hook makes of other gradients.  args: those that it was called with"""
-        own = _module_of(self.hook)
+        own = _module_of(self.users)
         if own is None:
-            return self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
+            return self.users(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
         found: Sequence[Any] = tuple(parts)
         for hook in own.user_pre_hooks:
             found = found if (again := hook(own.module, found)) is None else _tensors(again)
@@ -227,8 +232,7 @@ def _is_set(cell: Any) -> bool:
 
 def named(hook: Any) -> str:
     """A hook, as text for messages."""
-    while isinstance(hook, _Watched):
-        hook = hook.hook
+    hook = hook.users if isinstance(hook, _Watched) else hook
     own, of = _module_of(hook), ""
     if own is not None:
         hooks: Any = [*own.user_pre_hooks, *own.user_hooks]

@@ -123,6 +123,8 @@ class Recorder:
             return
         self.forward.running = None
         self.backward.is_silent = False  # a Function's backward may have failed
+        if self.backward.has_new_hooks() and not self.backward.answered:  # no pass has watched them
+            self.backward.watch_before(since(self.backward.looked[0]))
         if not path:
             check_whole(model)
         if is_on := Switch.on():

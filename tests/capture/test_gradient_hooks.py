@@ -171,10 +171,11 @@ def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
                 assert_close(p.grad1.mean(0), p.grad)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("where", ["inner", "first", "out", "loss"])
-def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_samples(where: str, others: int) -> None:
-    """Another hooked model in the pass watches it, too."""
+@crossed(where=["inner", "first", "out", "loss"], others=[0, 1], is_scalar=[True, False], goes_on=[0, 1])
+def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_samples(
+    where: str, others: int, is_scalar: bool, goes_on: int
+) -> None:
+    """Another hooked model in the pass watches it, too.  goes_on: whether another forward follows before the pass"""
     model, other = (
         Bare(lambda m, x: m.own(x), own=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
         for _ in range(2)
@@ -188,8 +189,8 @@ def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_sa
             kept["out"] = model(x)
             kept["loss"] = kept["out"] * 2
             kept[where].register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
-            total = squares(kept["loss"]) + losses
-            (autograd_hacks.backward(total, "sum") if where == "loss" else total.sum().backward())
+            total = squares(kept["loss"]) + losses + (squares(model(x)) if goes_on else 0)
+            (total.sum().backward() if is_scalar else autograd_hacks.backward(total, "sum"))
             said = r"the backward hook .*lambda.*not sample by sample"
             with pytest.raises(SamplesMixed, match=said) if flips else nullcontext():
                 autograd_hacks.compute_grad1(model, "sum")
