@@ -1,28 +1,24 @@
 """The user's hooks on gradients, of tensors, of nodes and of modules.  They stand in no graph, and can move samples.
 
-torch numbers hooks one after the other, so a forward in which none was registered costs nothing.  Those that were registered
-are watched: a hook that only looks is left alone, and one that changes gradient must keep samples apart."""
+Those that are registered while a model is hooked are watched: a hook that only looks is left alone, and one that changes
+gradient must keep samples apart."""
 
-import gc
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.hooks import BackwardHook, RemovableHandle
+from torch.utils.hooks import BackwardHook
 
-from autograd_hacks.capture.arrivals import AtNode, AtOutput
+from autograd_hacks.capture.arrivals import NEW, AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import Leaf
-from autograd_hacks.support.internals import current_node, sequence_number
+from autograd_hacks.support.internals import current_node, made, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.trees import version_of
 
@@ -34,14 +30,8 @@ _OWN = __name__.partition(".")[0] + "."
 
 def since(first: int) -> list[tuple[dict[int, Any], int]]:
     """The user's hooks that were registered since a count, as dictionaries that torch calls, and keys."""
-    wanted, found = set(range(first, RemovableHandle.next_id)), list[tuple[dict[int, Any], int]]()
-    for generation in range(3):  # new objects come first
-        for thing in gc.get_objects(generation) if wanted else ():
-            if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
-                keys = wanted.intersection(thing)
-                wanted -= keys
-                found += [(thing, key) for key in keys if not _is_own(thing[key]) and not _is_of_calls(thing)]
-    return found
+    found = ((handle.hooks_dict_ref(), handle.id) for handle in NEW if handle.id >= first)
+    return [(hooks, key) for hooks, key in found if hooks and key in hooks and not _is_own(hooks[key])]
 
 
 def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
@@ -49,17 +39,6 @@ def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
     for hooks_of, _ in hooks:
         for key in [key for key, hook in hooks_of.items() if isinstance(hook, AtOutput | AtNode)]:
             hooks_of[key] = hooks_of.pop(key)
-
-
-_OF_CALLS = {"_forward_hooks", "_global_forward_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks"}
-
-
-def _is_of_calls(hooks: dict[int, Any]) -> bool:
-    """Whether a dictionary of hooks is a module's or an optimizer's, whose calls are no gradients.
-
-    A module's backward hooks are called by others, which it puts on nodes and tensors in each forward."""
-    owners = (owner for owner in gc.get_referrers(hooks) if isinstance(owner, dict | nn.Module | Optimizer))
-    return any(not _OF_CALLS.isdisjoint(owner if isinstance(owner, dict) else vars(owner)) for owner in owners)
 
 
 def _is_own(hook: Any) -> bool:
@@ -78,22 +57,16 @@ class Watch(NamedTuple):
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
-        found: Labels | None = None
         put_last(hooks)
-        for hooks_of, key in hooks:
-            if key in hooks_of and not _is_watched_by(hooks_of[key], self.backward):
-                found = self.labels() if found is None and self.labels is not None else found
-                hooks_of[key] = _Watched(self.backward, hooks_of[key], found, self.samples)
+        new = [(own, key) for own, key in hooks if key in own and not _is_watched_by(own[key], self.backward)]
+        labels = self.labels() if new and self.labels is not None else None
+        for own, key in new:
+            own[key] = _Watched(self.backward, own[key], labels, self.samples)
 
     def late(self, first: int) -> None:
         """Refuses a pass that has ended, in which hooks were registered: they may have changed gradient unseen."""
-        own = self.backward()
-        for hooks_of, key in since(first) if own is not None else ():
-            owners = gc.get_referrers(hooks_of)
-            is_beside = any(
-                isinstance(owner, nn.Module) or (isinstance(owner, Tensor) and owner.is_leaf) for owner in owners
-            )
-            if own is not None and key in hooks_of and not is_beside:
+        for hooks_of, key in since(first):
+            if (own := self.backward()) is not None:
                 own.refuse(
                     f"samples mix, or may: {named(hooks_of[key])} was registered while the pass ran, and may have changed "
                     "gradient unseen. Register it before the pass."
@@ -165,11 +138,9 @@ class _Watched:
     def _label(self, node: Any, number: int) -> Label:
         if node is None or self.labels is None:
             return None
-        of_node = self.labels.get(sequence_number(node))
-        if of_node is None and type(node) is not Leaf:
-            shape = node._input_metadata[number].shape
-            return on_axis(torch.arange(shape[0]), 0, len(shape)) if shape else One(0)
-        return of_node[number] if of_node and number < len(of_node) else None
+        rows = [on_axis(torch.arange(x.shape[0]), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
+        found = self.labels.get(sequence_number(node), rows)
+        return found[number] if number < len(found) else None
 
     @torch.no_grad()
     def _is_apart(self, args: tuple[Any, ...], given: Sequence[Any], found: Sequence[Any], labels: Sequence[Label]) -> bool:

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, on_node
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, NEW, AtNode, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
@@ -89,12 +89,13 @@ def attach(backward: Backward) -> None:
     """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
     _HOOKED.add(backward)
     torch.autograd.backward = _backward
+    RemovableHandle.__init__ = noting  # type: ignore[assignment,method-assign]
     if not (backward.wants_grad or _HANDLES):
         _HANDLES.append(register_optimizer_step_post_hook(_stepped))
 
 
 def detach(backward: Backward) -> None:
-    """Restores torch's own function after the last model.
+    """Restores torch's own functions after the last model.
 
     Must not run while a model is garbage-collected, because torch may be iterating over its hooks then."""
     _HOOKED.discard(backward)
@@ -102,6 +103,8 @@ def detach(backward: Backward) -> None:
         _HANDLES.pop().remove()
     if not _HOOKED and torch.autograd.backward is _backward:
         torch.autograd.backward = _plain
+        RemovableHandle.__init__ = registers  # type: ignore[method-assign]
+        NEW.clear()
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
@@ -144,9 +147,9 @@ def _backward(
     ):
         asked = _asked(roots)
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
-        hooks = since(min(own.looked[0] for own in watching))
+        hooks = since(min(own.looked for own in watching))
         for own in watching:
-            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked[0]])
+            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
