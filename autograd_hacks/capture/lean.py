@@ -23,9 +23,9 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, on_node
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, NEW, AtNode, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import note_hooks, since
+from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, Leaf
@@ -89,13 +89,13 @@ def attach(backward: Backward) -> None:
     """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
     _HOOKED.add(backward)
     torch.autograd.backward = _backward
-    note_hooks(True)
+    RemovableHandle.__init__ = noting  # type: ignore[assignment,method-assign]
     if not (backward.wants_grad or _HANDLES):
         _HANDLES.append(register_optimizer_step_post_hook(_stepped))
 
 
 def detach(backward: Backward) -> None:
-    """Restores torch's own function after the last model.
+    """Restores torch's own functions after the last model.
 
     Must not run while a model is garbage-collected, because torch may be iterating over its hooks then."""
     _HOOKED.discard(backward)
@@ -103,7 +103,8 @@ def detach(backward: Backward) -> None:
         _HANDLES.pop().remove()
     if not _HOOKED and torch.autograd.backward is _backward:
         torch.autograd.backward = _plain
-    note_hooks(bool(_HOOKED))
+        RemovableHandle.__init__ = registers  # type: ignore[method-assign]
+        NEW.clear()
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
@@ -138,9 +139,9 @@ def _backward(
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
     roots, asked, hooks = [node for node in nodes if node is not None], None, []
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
-        hooks = since(min(own.looked[0] for own in watching))
+        hooks = since(min(own.looked for own in watching))
         for own in watching:
-            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked[0]])
+            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
     if (
         inputs is None

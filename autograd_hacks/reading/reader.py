@@ -168,10 +168,12 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        apart, unsure, number = set[int](), set[str](), self.number
+        apart, unsure, number, own = set[int](), set[str](), self.number, self.walk.of_parameters
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
             inside = [k for k in map(number.get, nodes) if k is not None]
-            if is_fed(noted, self.taken[n]):
+            # One sample's gradient comes to its parameters unsummed, so that of other uses with it.
+            of_one = any(own[k] and isinstance(label, Owned) for k in inside for label in self.walk.labels[k])
+            if is_fed(noted, self.taken[n]) and not (of_one and self._is_used_outside(noted, inside)):
                 continue
             if has_formulas(noted, inside, self.trace, self.walk) or self._is_used_outside(noted, inside):
                 apart.add(n)
