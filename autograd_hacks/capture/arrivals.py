@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import NodeUse
-from autograd_hacks.support.graph import Value
+from autograd_hacks.support.graph import OWN_HOOKS, Value
+from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
@@ -29,12 +30,6 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
-OWN_HOOKS = [0]
-"""How many hooks the library has registered on nodes and parameters before a pass, of all models."""
-
-
-Handle = TypeVar("Handle")
-
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
 
@@ -285,12 +280,6 @@ def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:
 
 
 _NONE: dict[int, Returned] = {}
-
-
-def own_hook(handle: Handle) -> Handle:
-    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
-    OWN_HOOKS[0] += 1
-    return handle
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint.  Its own backward would add to parameters' ``.grad``."""
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
+
+
+OWN_HOOKS = [0]
+"""How many hooks the library has registered on nodes and parameters, of all models."""
+Handle = TypeVar("Handle")
+
+
+def own_hook(handle: Handle) -> Handle:
+    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
+    OWN_HOOKS[0] += 1
+    return handle
 
 
 def node_of(parameter: Tensor) -> Node:

@@ -26,6 +26,7 @@ from autograd_hacks.support.graph import (
     dtype_of,
     is_users,
     made,
+    own_hook,
     put_back_by,
     shape_of,
 )
@@ -181,7 +182,7 @@ def as_one_pass(run: Callable[[], None]) -> None:
     with torch.enable_grad():
         root = torch.zeros((), device="cpu", requires_grad=True).clone()
     assert root.grad_fn is not None
-    root.grad_fn.register_prehook(begin)
+    own_hook(root.grad_fn.register_prehook(begin))
     root.backward()
 
 
