@@ -152,7 +152,8 @@ def _factors(samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
     """Random gradients times each sample's factor."""
-    return _drawn(like) * _factors(samples, like.dtype, like.device)[number][entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
+    factors = _factors(samples, like.dtype, like.device)[number]
+    return _drawn(like) * factors[entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
 
 
 def _drawn(like: Any, seed: int = 0) -> Tensor:
