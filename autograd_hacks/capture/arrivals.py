@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import NodeUse
-from autograd_hacks.support.graph import Value
+from autograd_hacks.support.graph import NEW, Value
+from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
@@ -30,12 +31,6 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
-NEW: list[RemovableHandle] = []
-"""The hooks on gradients of nodes and tensors that users have registered while a model was hooked, the newest last."""
-
-
-Handle = TypeVar("Handle")
-
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
 
@@ -297,13 +292,6 @@ def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:
 
 
 _NONE: dict[int, Returned] = {}
-
-
-def own_hook(handle: Handle) -> Handle:
-    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
-    if NEW and NEW[-1] is handle:
-        NEW.pop()
-    return handle
 
 
 @contextmanager

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from autograd_hacks.capture.arrivals import NEW, AtNode, AtOutput
+from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
-from autograd_hacks.support.graph import Leaf
+from autograd_hacks.support.graph import NEW, Leaf
 from autograd_hacks.support.internals import current_node, made, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.trees import version_of

@@ -23,12 +23,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, NEW, AtNode, may_skip, noted, noting, on_node, registers
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.support.graph import CHECKPOINT, Leaf
+from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf
 from autograd_hacks.support.internals import dispatch_modes, is_transformed, made, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_of_function, current_task, without_subclasses
 from autograd_hacks.support.internals import made as made
@@ -19,6 +20,18 @@ CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint.  Its own backward would add to parameters' ``.grad``."""
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
+
+
+NEW: list[RemovableHandle] = []
+"""The hooks on gradients of nodes and tensors that users have registered while a model was hooked, the newest last."""
+Handle = TypeVar("Handle")
+
+
+def own_hook(handle: Handle) -> Handle:
+    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
+    if NEW and NEW[-1] is handle:
+        NEW.pop()
+    return handle
 
 
 def node_of(parameter: Tensor) -> Node:

@@ -13,12 +13,13 @@ from rarely import crossed
 from steps import check, check_batches
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.nn.utils.parametrizations import orthogonal
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture import lean
+from autograd_hacks.capture import gradient_hooks, lean
 from autograd_hacks.errors import SamplesMixed
 
 Change = Callable[[Tensor], Tensor]
@@ -221,15 +222,16 @@ def test_a_hook_that_another_registers_while_the_pass_runs(where: str, at: str) 
 
 def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are those on modules and leaves."""
-    models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
+    models = [nn.Sequential(orthogonal(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
     for n, model in enumerate(models):
         autograd_hacks.add_hooks(model, param_grad=n != 1)
     looked: list[int] = []
-    monkeypatch.setattr(lean, "since", lambda first: looked.append(first) or [])
+    for module in (lean, gradient_hooks):
+        monkeypatch.setattr(module, "since", lambda first: looked.append(first) or [])
     for _ in range(5):
         looked.clear()
         for model in models:
-            _ = model[0].register_forward_hook(lambda *_: None), model[0].weight.register_hook(lambda _: None)
+            _ = model[0].register_forward_hook(lambda *_: None), model[2].weight.register_hook(lambda _: None)
             check(model, torch.randn(5, 3).double())
     assert not looked
     for model in models:

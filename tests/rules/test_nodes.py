@@ -112,6 +112,8 @@ def cases(n: int, dtype: torch.dtype) -> list[Case]:
         Case("matmul", torch.matmul, (t(3), t(3, n)), (0,), batch={1: 1}),
         Case("bmm", torch.bmm, (t(2, n, 3), t(2, 3, 4)), (1,), batch={0: 1}, axis=1),
         Case("bmm", torch.bmm, (t(2, 4, 3), t(2, 3, n)), (0,), batch={1: 2}, axis=2),
+        Case("baddbmm", torch.baddbmm, (t(4), t(2, n, 3), t(2, 3, 4)), (0, 2), {"alpha": 2, "beta": 0.5}, {1: 1}, 1),
+        Case("baddbmm", torch.baddbmm, (t(2, 4, 1), t(2, 4, 3), t(2, 3, n)), (0, 1), batch={2: 2}, axis=2),
         Case("div", torch.div, (t(n, 3), t(3)), (1,)),
         Case("div", torch.div, (t(3), t(n, 3)), (0,), batch={1: 0}),
         Case("addmm", torch.addmm, (t(2), t(n, 3), t(3, 2)), (0, 2), {"alpha": 2, "beta": 0.5}, {1: 0}),
