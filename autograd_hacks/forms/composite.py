@@ -58,17 +58,23 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
     return Grouping(form, rows, samples)
 
 
-def gathered(form: Form, rows: Tensor, samples: int) -> Form:
+def counted(rows: Tensor, samples: int) -> Tensor:
+    """How many rows each sample has.  `torch.bincount` would ask the device for the smallest and the largest label."""
+    return rows.new_zeros(samples).index_add(0, rows, torch.ones_like(rows))
+
+
+def gathered(form: Form, rows: Tensor, samples: int, most: int | None = None) -> Form:
     """The same for rows that are small or have one position: the positions of each sample are laid beside each other at
-    once. It costs as much as if all samples had as many rows as the one with the most."""
+    once. It costs as much as if all samples had as many rows as the one with the most, which are ``most`` if that is known.
+    """
     rows = rows.to(form.like.device)  # labels lie on the CPU
     if isinstance(form, Dense):
         return Dense(form.values.new_zeros(samples, *form.shape).index_add(0, rows, form.values))
     if not isinstance(form, Paired) or not len(rows):
         return Grouping(form, rows, samples)
     # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
-    counts, order = torch.bincount(rows, minlength=samples), rows.argsort(stable=True)
-    places = torch.arange(int(counts.max()), device=rows.device)
+    counts, order = counted(rows, samples), rows.argsort(stable=True)
+    places = torch.arange(int(counts.max()) if most is None else most, device=rows.device)
     chosen = order[((counts.cumsum(0) - counts)[:, None] + places).clamp(max=len(order) - 1)]
     return form.side_by_side(chosen, places < counts[:, None])
 
@@ -250,7 +256,7 @@ class Grouping(Composite):
         return Grouping(parts[0], self.rows, self.samples)
 
     def held_size(self) -> int:
-        return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
+        return self.form.held_size() * int(counted(self.rows, self.samples).max()) if len(self.rows) else 0
 
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what

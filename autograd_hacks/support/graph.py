@@ -20,6 +20,27 @@ CHECKPOINT = "CheckpointFunctionBackward"
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
+OF_DEVICES = {
+    "native_batch_norm": ("cudnn_batch_norm", "miopen_batch_norm"),
+    "native_batch_norm_backward": ("cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
+}
+"""By operation, those that devices have instead, whose nodes are alike except for some names, see `spelt`."""
+_SPELT = {"eps": "epsilon"}
+
+
+def node_name(operation: str) -> str:
+    """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
+    return "".join(word.title() for word in operation.split("_"))
+
+
+USUAL = {f"{node_name(x)}Backward0": f"{node_name(usual)}Backward0" for usual, own in OF_DEVICES.items() for x in own}
+"""The same by nodes: {a device's own: the usual one}."""
+
+
+def spelt(kind: type, name: str) -> str:
+    """The name under which nodes of a type save a value."""
+    return name if hasattr(kind, SAVED + name) else _SPELT.get(name, name)
+
 
 def node_of(parameter: Tensor) -> Node:
     """The node at which a parameter ends the graph."""
@@ -138,7 +159,7 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw = getattr(node, RAW + name, None)
+    raw, name = getattr(node, RAW + name, None), spelt(type(node), name)
     if isinstance(raw, tuple | list):  # an index of several axes
         return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
     return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)
