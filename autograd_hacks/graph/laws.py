@@ -37,7 +37,7 @@ from autograd_hacks.graph.label import (
 from autograd_hacks.graph.moves import MOVES, Law
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import MASKS
-from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, node_name, raw_names
+from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, raw_names
 from autograd_hacks.support.internals import SAVED
 
 
@@ -81,6 +81,11 @@ _SIZED = """add sub mul div neg abs exp log sqrt rsqrt reciprocal tanh sigmoid r
 hardswish hardsigmoid mish erf sin cos native_dropout clone alias t transpose permute unsqueeze mm addmm bmm
 baddbmm native_layer_norm _softmax _log_softmax"""
 """Operations whose output's sizes are a function of the sizes of their inputs.  None has a mask or an index of its own."""
+
+
+def node_name(operation: str) -> str:
+    """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
+    return "".join(word.title() for word in operation.split("_"))
 
 
 _BY_NODE = {node_name(name): name for name in (*AXES, *MOVES)}  # where an operation is in both, `MOVES` is more exact

@@ -18,22 +18,11 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import Kind, kind_of
+from autograd_hacks.graph.laws import Kind, kind_of, node_name
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import Walk
-from autograd_hacks.support.graph import (
-    IDENTITIES,
-    Leaf,
-    Value,
-    inputs_of,
-    kept_by,
-    made,
-    node_name,
-    number_of,
-    operands_of,
-    shape_of,
-)
+from autograd_hacks.support.graph import IDENTITIES, Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
 from autograd_hacks.support.layout import candidates
 
 _SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"

@@ -20,21 +20,11 @@ CHECKPOINT = "CheckpointFunctionBackward"
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
-OF_DEVICES = {
-    "native_batch_norm": ("cudnn_batch_norm", "miopen_batch_norm"),
-    "native_batch_norm_backward": ("cudnn_batch_norm_backward", "miopen_batch_norm_backward"),
-}
-"""By operation, those that devices have instead, whose nodes are alike except for some names, see `spelt`."""
+_DEVICES = "cudnn", "miopen"
+OF_DEVICES = {f"native_{name}": [f"{own}_{name}" for own in _DEVICES] for name in ("batch_norm", "batch_norm_backward")}
+"""By operation, those that devices have instead, with the same inputs, and nodes that save the same, see `spelt`."""
+USUAL = {f"{own.title()}BatchNormBackward0": "NativeBatchNormBackward0" for own in _DEVICES}
 _SPELT = {"eps": "epsilon"}
-
-
-def node_name(operation: str) -> str:
-    """The name under which autograd generates a node: native_layer_norm, NativeLayerNorm."""
-    return "".join(word.title() for word in operation.split("_"))
-
-
-USUAL = {f"{node_name(x)}Backward0": f"{node_name(usual)}Backward0" for usual, own in OF_DEVICES.items() for x in own}
-"""The same by nodes: {a device's own: the usual one}."""
 
 
 def spelt(kind: type, name: str) -> str:

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from autograd_hacks.graph.axes import AXES
 from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
-from autograd_hacks.graph.laws import kind_of, law_of
+from autograd_hacks.graph.laws import kind_of, law_of, node_name
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.probed import CannotAsk, probed
-from autograd_hacks.support.graph import Value, made, node_name, shape_of
+from autograd_hacks.support.graph import Value, made, shape_of
 from autograd_hacks.support.sweep import call_node, fitted
 
 pytestmark = pytest.mark.filterwarnings("ignore")
