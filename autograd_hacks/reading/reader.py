@@ -207,7 +207,8 @@ class Reader:
 
         Its rule doesn't see these uses, so its nodes give the rows."""
         own = {(self.number.get(node), hook.number) for node, hook in noted.hooks}
-        used = {(k, at) for k in inside for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
+        made = [k for k in inside if not self.walk.of_parameters[k]]  # what it makes of parameters alone has uses of its own
+        used = {(k, at) for k in made for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
         return not used <= own
 
     def _find_uses(self, found: Read) -> None:
