@@ -103,7 +103,9 @@ def kept_weight(net: Net, x: Tensor) -> Tensor:
     return squares(net(x, what="weights")) + squares(net(x + 1, what="weights"))
 
 
-PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, reset, cached, kept_weight)}
+PROGRAMS = {
+    own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, reset, cached, kept_weight)
+}
 
 
 def rows_of(net: Net, program: Program, x: Tensor) -> Rows:
