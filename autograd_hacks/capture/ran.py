@@ -13,14 +13,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtNode, own_hook, put_on
+from autograd_hacks.capture.arrivals import AtNode, on_node, own_hook, put_on
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.kinds import Known, Within
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.support.graph import Graph, Leaf, Value
-from autograd_hacks.support.internals import tree_leaves
+from autograd_hacks.support.internals import sequence_number, tree_leaves
 from autograd_hacks.support.layout import differs, rounding_of, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.switch import current_task
@@ -35,7 +35,8 @@ class Ran:
     """
 
     within: Within  # what its uses share
-    ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
+    receiver: Backward  # to which its uses send gradients
+    ends: frozenset[Node] = frozenset()  # nothing behind these nodes belongs to it: they made the arguments, for example
     known: Known | None = None  # what was known as it began; None if its graph isn't to be read
     began: int = 0  # torch's number of the first node that it could make
     modules: Sequence[nn.Module] = ()  # whose own parameters and buffers are used
@@ -72,8 +73,25 @@ class Ran:
     @cached_property
     def trace(self) -> Trace:
         """The graph behind the outputs; a reader puts its own here.  Raises Nested."""
-        roots = [(x.grad_fn, x.output_nr) for x in self.outputs if x.grad_fn is not None]
-        return Trace(roots, {id(p) for p in self.parameters.values()}, self.ends)
+        return self.traced([(x.grad_fn, x.output_nr) for x in self.outputs if x.grad_fn is not None])
+
+    def traced(self, roots: Sequence[tuple[Node, int]]) -> Trace:
+        """The graph behind some values.  It ends at uses of earlier forwards, which these have found.
+
+        A state leads there that something else than an argument holds, such as a cache."""
+        parameters = {id(p) for p in self.parameters.values()}
+        trace = Trace(roots, parameters, self.ends)
+        has_older = self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began
+        if not has_older or not (older := {node for node in trace.nodes if self._is_older(node)} - self.ends):
+            return trace
+        self.ends |= older
+        return Trace(roots, parameters, self.ends)
+
+    def _is_older(self, node: Node) -> bool:
+        """Whether a node is a use of an earlier forward."""
+        hooks = on_node(node) if sequence_number(node) < self.began else ()
+        uses = [hook.use if isinstance(hook, AtNode) else hook.call for hook in hooks if hook.receiver is self.receiver]
+        return any(use is not None and use.edges and use.within is not self.within for use in uses)
 
     @cached_property
     def leaves(self) -> dict[Node, str]:
@@ -129,18 +147,18 @@ class Ran:
             found.append(list(seen))
         return found
 
-    def attach(self, receiver: Backward) -> None:
-        """Sends the gradients at the uses' nodes to a receiver."""
+    def attach(self) -> None:
+        """Sends the gradients at the uses' nodes to the receiver."""
         for node, plan in self.uses.items():
             edges = {name: self.edge_of(name) for name in plan.names}
             for edge in edges.values():
-                receiver.watch(edge.parameter)  # it may be new since `add_hooks`
+                self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
             use = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
-            hook = AtNode(use, receiver)
+            hook = AtNode(use, self.receiver)
             put_on(node, hook)
             self.hooks.append((node, hook))
 
-    def watch(self, slots: Sequence[int], why: str, receiver: Backward) -> None:
+    def watch(self, slots: Sequence[int], why: str) -> None:
         """Refuses gradient that comes through outputs from outside of the forward, as from a loss that reads them.
 
         slots: the outputs' numbers    why: the reason"""
@@ -150,7 +168,7 @@ class Ran:
                 own, at = list[Tensor](), self.value(slot)
                 for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
                     own_hook(taker.node.register_hook(partial(_note_brought, own, taker.place)))
-                own_hook(at.node.register_prehook(partial(_note_mixed, receiver, why, own, at.number)))
+                own_hook(at.node.register_prehook(partial(_note_mixed, self.receiver, why, own, at.number)))
 
 
 def packed_rows(tree: Any) -> dict[int, Tensor]:

@@ -34,7 +34,6 @@ from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
     SIMPLE,
-    ByTensor,
     Tree,
     made_by,
     modules_of,
@@ -79,8 +78,6 @@ class Recorder:
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
-        self._kept = ByTensor[bool]()  # what modules kept when a forward had ended: whether it is samples'
-        self._keeps = False  # whether the last forward left such
 
     @property
     def settings(self) -> Settings:
@@ -131,7 +128,7 @@ class Recorder:
             check_whole(model)
         if is_on := Switch.on():
             self.forward.begin()
-        ran = self._ran = Ran(self.forward.within)
+        ran = self._ran = Ran(self.forward.within, self.backward)
         if is_on and self.forward.records():
             self._look(path, model, args, kwargs, ran)
         # The model's own code runs next, and its gradients may be reduced over processes.
@@ -159,10 +156,7 @@ class Recorder:
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ran: Ran) -> None:
         """Notes what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
-        # What modules have kept since earlier forwards is given to this one, too.
-        now = _kept_by(self.tree, (), 0) if self._keeps and self.tree.modules() else []  # the loop may change it
-        kept = [x for x in (*self._kept.keys(), *now) if self._kept.get(x) is not False]
-        ran.ends = made_by([*tensors_in(args, kwargs), *kept])
+        ran.ends = made_by(tensors_in(args, kwargs))
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         ran.known = self.kinds.look(ran.within, model, path, args, kwargs, self._modules(path, model))
@@ -203,7 +197,7 @@ class Recorder:
 
     def compare(self, layer: nn.Module, within: Within, made_by: frozenset[Node], arguments: Any) -> None:
         """Called when a layer has run by itself, on values with a graph."""
-        ABOVE.between(self, layer, Ran(within, made_by, arguments=arguments))
+        ABOVE.between(self, layer, Ran(within, self.backward, made_by, arguments=arguments))
 
     def _trained(self, parameters: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
         """The trainable parameters by name, of the model or of a part: those of the last forward, if nothing has changed."""
@@ -241,7 +235,6 @@ class Recorder:
             ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
         if not any(x.grad_fn is not None for x in ran.outputs):
             ran.known = None
-        self._keeps = len(ran.outputs) > ran.count
         self._read(path, model, ran)
         if ran.ends:
             ABOVE.between(self, model, ran)
@@ -251,7 +244,7 @@ class Recorder:
         if within.calls is None:
             place_by_sizes(ran.noted, within.samples)
         samples = within.samples
-        ran.attach(self.backward)
+        ran.attach()
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
         if not (self.backward.wants_grad or within.returns_parameters or self._users_hooks):
             lean.meet(self.backward, ran)
@@ -261,8 +254,6 @@ class Recorder:
         for n, (x, at, layout) in enumerate(zip(ran.outputs, places, layouts)):
             if n < ran.count:
                 self.record.outputs[x] = layout, samples, version_of(x)
-            else:
-                self._kept[x] = layout is not None
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             is_known = layout.fits(x, count) if layout is not None else at is not None
             if x.grad_fn is not None and (is_known or n in within.mixed_outputs):
@@ -292,10 +283,10 @@ class Recorder:
         if ran.known is None:
             return
         within.kind.pending = not (within.kind.is_independent or within.mixing)
-        ran.watch([n for n in within.mixed_outputs if n < ran.count], within.mixing or within.untold, self.backward)
+        ran.watch([n for n in within.mixed_outputs if n < ran.count], within.mixing or within.untold)
         # Nothing shows that what modules keep is independent of other samples' values.
         unsure = range(ran.count, len(ran.outputs)) if self.kinds.independent else within.mixed_outputs
-        ran.watch([n for n in unsure if n >= ran.count], KEPT, self.backward)
+        ran.watch([n for n in unsure if n >= ran.count], KEPT)
 
 
 def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:

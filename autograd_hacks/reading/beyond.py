@@ -52,7 +52,7 @@ def _ran_behind(
     own = record.own_among(leaf.variable for leaf in Graph(roots, stops).leaves)
     parameters = record.asked({record.name_of(p): p for p in own})
     within = Within(forward, samples=samples)
-    return Ran(within, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
+    return Ran(within, recorder.backward, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
 
 
 def read_outside(x: Tensor) -> str:
@@ -87,7 +87,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
             break
         ends += again
     reader.follow(found)
-    ran.attach(recorder.backward)
+    ran.attach()
     recorder.watch_loss(partial(labels_by_node, reader), samples)
     if recorder.record.documents is not None:
         return ""
@@ -298,7 +298,7 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
 
 def _attach(own: Recorder, reader: Reader) -> None:
     reader.follow(reader.read())
-    reader.ran.attach(own.backward)
+    reader.ran.attach()
 
 
 def _computed(

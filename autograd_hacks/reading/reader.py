@@ -27,7 +27,7 @@ from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
-from autograd_hacks.graph.trace import LEAF, Trace
+from autograd_hacks.graph.trace import LEAF
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.fed import COPY, Taken, argument_of, has_formulas, is_fed, is_recomputed, taken_by
 from autograd_hacks.support.graph import Leaf, Value, is_users, made, shape_of
@@ -94,7 +94,7 @@ class Reader:
         roots = list(
             dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
         )
-        self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
+        self.trace = ran.traced(roots)
         self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         nodes, kinds = self.trace.nodes, self.trace.kinds

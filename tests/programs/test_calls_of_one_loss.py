@@ -19,6 +19,10 @@ from autograd_hacks.errors import SamplesMixed
 Program = Callable[["Net", Tensor], Tensor]
 
 
+HELD: dict[str, Tensor] = {}
+"""Where calls keep a state that no module holds."""
+
+
 class Net(nn.Module):
     """Layers, and a state that calls keep."""
 
@@ -43,6 +47,9 @@ class Net(nn.Module):
             h = self.first(xs[0])
             self.state = h if self.state is None else 0.5 * self.state + h
             return self.last(self.state.tanh())
+        if what == "hold":
+            HELD["state"] = h = self.first(xs[0]).tanh() + self.second(HELD.get("state", xs[0])) / 2
+            return self.last(h.sin())
         if what == "weights":  # a weight that calls keep, with a state
             if self.weight is None:
                 self.weight, self.state = self.first.weight / self.first.weight.norm(), None
@@ -84,13 +91,14 @@ def spikes(net: Net, x: Tensor) -> Tensor:
     return squares(sum(net(x * t, what="spike") for t in (1, 2, 3)))
 
 
-def reset(net: Net, x: Tensor) -> Tensor:
-    """The loop replaces what a call has kept, and the loss reads the call before it alone."""
-    net.state = None
-    y = net(x, what="spike")
-    net.state = net.state * (x > 0)  # type: ignore[operator]
-    net(x + 1, what="spike")
-    return squares(y)
+def held(net: Net, x: Tensor, *reads: int) -> Tensor:
+    """The state is elsewhere, the loop replaces it, and the loss reads these calls."""
+    HELD.clear()
+    found = []
+    for t in range(3):
+        found.append(squares(net(x + t, what="hold")))
+        HELD["state"] = HELD["state"] * (x > 0)
+    return sum((found[t] for t in reads), x.new_zeros(len(x)))
 
 
 def cached(net: Net, x: Tensor) -> Tensor:
@@ -103,8 +111,8 @@ def kept_weight(net: Net, x: Tensor) -> Tensor:
     return squares(net(x, what="weights")) + squares(net(x + 1, what="weights"))
 
 
-PROGRAMS = {
-    own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, reset, cached, kept_weight)
+PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, cached, kept_weight)} | {
+    f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]
 }
 
 
@@ -170,11 +178,11 @@ def in_a_forward(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
     return net(net(x, what="encode"), what="decode")
 
 
-def kept_state(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
-    net.state = None
-    net(x, what="spike")
-    net.state = mix(net.state)  # type: ignore[arg-type]  # a call has set it
-    return net(x, what="spike")
+def held_state(net: Net, other: nn.Module, x: Tensor, mix: Own) -> Tensor:
+    HELD.clear()
+    net(x, what="hold")
+    HELD["state"] = mix(HELD["state"])
+    return net(x, what="hold")
 
 
 CHAINS: dict[str, Callable[[Net, nn.Module, Tensor, Own], Tensor]] = {
@@ -183,7 +191,7 @@ CHAINS: dict[str, Callable[[Net, nn.Module, Tensor, Own], Tensor]] = {
     "beside another argument": lambda net, other, x, mix: net(x, mix(net(x, what="encode")), what="decode"),
     "layers": lambda net, other, x, mix: net.second(mix(net.first(x)).tanh()),
     "to a model and back": lambda net, other, x, mix: net(mix(other(net(x, what="encode"))), what="decode"),
-    **{own.__name__: own for own in (slopes, in_a_forward, kept_state)},
+    **{own.__name__: own for own in (slopes, in_a_forward, held_state)},
 }
 
 
