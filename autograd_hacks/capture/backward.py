@@ -109,7 +109,7 @@ class Backward:
         if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
             self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
-            self._watch_behind(parameter)
+        self._watch_behind(parameter)
 
     def watch_behind(self) -> None:
         """Puts hooks on parameters that run after ``.grad`` is set, if something must be done there."""
@@ -119,7 +119,8 @@ class Backward:
                 self._watch_behind(parameter)
 
     def _watch_behind(self, parameter: Tensor) -> None:
-        if self.is_behind and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
+        can_have = self.is_behind and parameter.requires_grad  # it may be frozen by now
+        if can_have and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
             hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
             self.watched[parameter] = (*handles, own_hook(hook))
 
@@ -173,10 +174,17 @@ class Backward:
             call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf)
+        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf and self._is_models(p, ended))
         states = ((name, weakref.ref(p), self.record.state_of_grad(name, p)) for name, p in leaves)
         left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
+
+    def _is_models(self, parameter: Tensor, running: Pass) -> bool:
+        """Whether a parameter is the model's, also if it came after `add_hooks`, and no other tensor of functional_call."""
+        if parameter not in self.record.names and running.held is None:
+            owner = self.owner()
+            running.held = frozenset(map(id, () if owner is None else owner.tree.all()[1].values()))
+        return parameter in self.record.names or id(parameter) in (running.held or ())
 
     def _file(self, current: Pass, forward: int) -> None:
         """Files a pass, and notes whether it adds to what the last one left in ``.grad``, when it arrives first."""
@@ -380,13 +388,13 @@ class Backward:
             return
         if not running.captures:
             running.fills_grad |= self.wants_grad or not own
-            if own and not self.wants_grad and parameter in record.names:
+            if own and self._is_models(parameter, running):
                 self._keeps[name], parameter.grad = parameter.grad, None
 
     def accumulated(self, parameter: Tensor) -> None:
         """Called when a parameter's gradient is in ``.grad``.  Restores the old ``.grad`` if ordinary gradients are off."""
-        if self._keeps and (name := self.record.names.get(parameter)) in self._keeps:
-            parameter.grad = self._keeps.pop(name or "")
+        if self._keeps and (name := self.record.name_of(parameter)) in self._keeps:
+            parameter.grad = self._keeps.pop(name)
         if self.reduction.reducing:
             self.reduction.accumulated()
 

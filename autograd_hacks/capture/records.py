@@ -75,6 +75,7 @@ class Pass:
     by_modes: bool = False  # whether a mode computes its gradients, which may do that otherwise
     skipped: set[str] = field(default_factory=set)  # parameters whose gradients the engine doesn't compute
     left: dict[str, int] = field(default_factory=dict)  # of those, how many gradients are still to come to their uses
+    held: frozenset[int] | None = None  # the parameters (id) that the model held in it, once that was asked
     beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
@@ -390,10 +391,10 @@ class Record:
             )
         return found.pop()
 
-    def own_among(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those that are the model's parameters."""
-        tensors, gathered = [*tensors], set(map(id, self.gathered.values()))
-        return [x for x, name in zip(tensors, self.names.of(tensors)) if name is not None or id(x) in gathered]
+    def own_among(self, tensors: Iterable[Tensor], *more: ByTensor[str]) -> list[Tensor]:
+        """Those that are the model's parameters.  more: or among these"""
+        gathered = set(map(id, self.gathered.values()))
+        return [x for x in tensors if id(x) in gathered or any(x in own for own in (self.names, *more))]
 
     def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""

@@ -49,7 +49,7 @@ def _ran_behind(
     """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
     record, stops = recorder.record, frozenset(ends)
     roots = [*roots, *(x.grad_fn for x in outputs if x.grad_fn is not None)]
-    own = record.own_among(leaf.variable for leaf in Graph(roots, stops).leaves)
+    own = record.own_among((leaf.variable for leaf in Graph(roots, stops).leaves), record.others)
     parameters = record.asked({record.name_of(p): p for p in own})
     within = Within(forward, samples=samples)
     return Ran(within, recorder.backward, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)

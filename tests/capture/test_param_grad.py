@@ -1,6 +1,7 @@
 """`add_hooks(param_grad=False)`: autograd computes no ordinary gradients of parameters."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn as nn
 from nets import MODELS
 from oracle import assert_rows, joined, one_backward_per_sample, squares
 from rarely import crossed
-from steps import assert_means, assert_right
+from steps import assert_means, assert_right, check, check_losses
 from torch import Tensor
 from torch.func import functional_call
 from torch.optim import optimizer
@@ -215,16 +216,45 @@ def test_functional_call_with_other_tensors() -> None:
             assert_right(model, x)
 
 
-def test_functional_call_with_leaves_fills_theirs() -> None:
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_functional_call_with_leaves_fills_theirs(param_grad: bool) -> None:
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model, param_grad=False):
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(3):
-            squares(model(x)).mean().backward()
             others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-            squares(functional_call(model, others, (x,))).mean().backward()
-            assert all(p.grad is not None for p in others.values())
             own = torch.autograd.grad(squares(functional_call(model, others, (x,))).mean(), list(others.values()))
+            squares(functional_call(model, others, (x,))).mean().backward()
             assert all(torch.equal(p.grad, g) for p, g in zip(others.values(), own))
+            check(model, x)
+            autograd_hacks.clip_grad1_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_parameters_that_came_after_the_hooks(param_grad: bool) -> None:
+    model, x = two_layers().double(), torch.randn(3, 4, dtype=torch.float64)
+
+    def losses(has_penalty: bool) -> Tensor:
+        points = x.clone().requires_grad_()
+        own = squares(model(points).tanh())
+        (slopes,) = torch.autograd.grad(own.sum(), points, create_graph=has_penalty, retain_graph=True)
+        return own + squares(slopes) if has_penalty else own
+
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        model[0].weight = nn.Parameter(model[0].weight.detach() + 1)
+        for has_penalty in (False, False, True, True):
+            check_losses(model, partial(losses, has_penalty))
+            assert all((p.grad is not None) == param_grad for p in model.parameters())
+
+
+def test_a_layer_that_is_frozen_between_two_calls_of_add_hooks() -> None:
+    model, x = two_layers(), torch.randn(3, 4)
+    autograd_hacks.add_hooks(model)
+    model[0].requires_grad_(False)
+    with autograd_hacks.add_hooks(model, param_grad=False):
+        for trains in (False, True, True):
+            model[0].requires_grad_(trains)
+            check(model, x)
+            assert all(p.grad is None for p in model.parameters())
 
 
 def test_hooks_of_the_users_on_parameters_see_gradients() -> None:
