@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ _MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze
 split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
 masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg"""
 _VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsafe_split unsafe_split_with_sizes"
-_SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _RESHAPE, _SPLIT = (
+_SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _PRODUCTS, _RESHAPE, _SPLIT = (
     {node_name(name) for name in names.split()}
     for names in (
         _SUMS, _ENTRIES, _MOVES, "mul div dot mv mm bmm", "norm linalg_vector_norm",
-        "mm addmm mv linear convolution", _VIEWS,
+        "mm addmm mv linear convolution", "mm addmm", _VIEWS,
         _SPLITS,
     )
 )  # fmt: skip
@@ -166,9 +165,11 @@ def fits(trace: Trace, walk: Walk, given: Given, samples: int, nodes: Iterable[i
         label, kind = walk.labels[k][0], trace.kinds[k]
         if not isinstance(label, Owned) or samples == 1 or (kind.keeps_sizes and None not in trace.edges[k]):
             continue  # it has no masks or indices, so all of its operands have a graph then
+        is_second = _name(trace.nodes[k]) in _PRODUCTS and trace.edges[k][-1] is None  # then columns are compared
         for orders in _orders(trace.nodes[k], given, samples):
             out = made(trace.nodes[k])[0].shape
-            found = {_agree(kind, entries(label, out, samples, own.device), own, out) for own in orders}
+            at = [(own, entries(label, out, samples, own.device).expand(*out)) for own in orders]
+            found = {_agree(kind, *(x.mT if is_second else x for x in pair)) for pair in at}
             if found == {False}:
                 return False
             seen = True if True in found else seen
@@ -210,21 +211,20 @@ def _order(x: Tensor, whole: Tensor, axis: int, samples: int) -> Tensor | None:
     return place // (step * of_whole) % samples
 
 
-def _agree(kind: Kind, at: Tensor, own: Tensor, out: Shape) -> bool | None:
+def _agree(kind: Kind, own: Tensor, found: Tensor) -> bool | None:
     """Whether labels at a node's output are those of an argument that it took; None if nothing shows it.
 
-    at, own: the sample of each entry of the output, and of the argument"""
+    own, found: the sample of each entry of the argument, and of the output"""
     name = kind.name.split("Backward")[0]
-    if not own.numel() or not prod(out):
+    if not (own.numel() and found.numel()):
         return True
-    if bool((at < 0).all()):
+    if bool((found < 0).all()):
         return None
-    if name in _BY_ROWS and own.ndim and out and own.shape[0] == out[0]:
-        rows, found = own.reshape(len(own), -1), at.expand(*out).reshape(len(own), -1)
-        return bool((rows == rows[:, :1]).all() and ((found == rows[:, :1]) | (found < 0)).all())
-    found = at.expand(*out)
-    if name == node_name("embedding") and list(own.shape) == list(out[:-1]):
+    if name in _BY_ROWS and own.ndim and found.shape[:1] == own.shape[:1]:
+        own, found = own.reshape(len(own), -1), found.reshape(len(own), -1)
+        return bool((own == own[:, :1]).all() and ((found == own[:, :1]) | (found < 0)).all())
+    if name == node_name("embedding") and own.shape == found.shape[:-1]:
         found = found[..., 0]
-    elif not (kind.is_entrywise or name == node_name("native_layer_norm")) or list(own.shape) != list(out):
+    elif not (kind.is_entrywise or name == node_name("native_layer_norm")) or own.shape != found.shape:
         return None
     return bool(((found == own) | (found < 0)).all())

@@ -258,8 +258,12 @@ def one_by_one(m: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([one * row for one, row in zip(x, m.table.cumsum(0))])  # there are more rows than samples
 
 
+def of_columns(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.addmm(m.token.T, m.weight, x.T).T + (m.weight @ x.sin().T).T  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3])
-@pytest.mark.parametrize("program", [normed, convolved, joined, one_by_one])
+@pytest.mark.parametrize("program", [normed, convolved, joined, one_by_one, of_columns])
 def test_a_value_of_parameters_is_no_layers_own_weight(program: Callable[..., Tensor], samples: int) -> None:
     """It may be the input of a layer; and meet the batch sample by sample and as a whole."""
     model = Bare(
