@@ -1,13 +1,12 @@
 """Private training over processes: what one process gives on whole batches."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, Reader, by_hand, data, losses, losses_of_text, net, text
-from processes import Both
+from processes import Both, in_both
 from rarely import crossed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +18,8 @@ from autograd_hacks.private import PrivateTraining
 USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 
 
-def texts_have_other_lengths_in_each_process() -> None:
+@in_both
+def test_texts_have_other_lengths_in_each_process() -> None:
     """Each process has texts of a length of its own, so that its forwards run operations of other sizes."""
     expected, model = by_hand(Reader(), *text(), STEPS, losses_of_text), Reader()
     run, private = DistributedDataParallel(model), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
@@ -78,7 +78,8 @@ def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
     both(steps, "ddp", True)
 
 
-def a_loader_takes_processes_for_what_the_model_does() -> None:
+@in_both
+def test_a_loader_takes_processes_for_what_the_model_does() -> None:
     """Where nobody adds up over them, each would train on half of a batch."""
     model, private = net(), PrivateTraining(BOUND, NOISE, EXPECTED, 1e-3, seed=SEED)
     with private.attach(model):
@@ -87,10 +88,3 @@ def a_loader_takes_processes_for_what_the_model_does() -> None:
             with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
                 private.step()
             break
-
-
-@pytest.mark.parametrize(
-    "task", [texts_have_other_lengths_in_each_process, a_loader_takes_processes_for_what_the_model_does]
-)
-def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
-    both(task)

@@ -1,7 +1,6 @@
 """DistributedDataParallel: rows are a process's own, sums over samples are everyone's."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from processes import Both
+from processes import in_both
 from rarely import crossed
 from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, squares, train, wrapped
 from torch.testing import assert_close
@@ -29,26 +28,21 @@ def steps(name: str, where: str, param_grad: bool, probe: bool, sizes: tuple[int
 
 
 @crossed(param_grad=[True, False], name=MODELS)
-def test_steps(both: Both, name: str, param_grad: bool) -> None:
-    both(uneven, name, param_grad)
-
-
-def uneven(name: str, param_grad: bool) -> None:
+@in_both
+def test_steps(name: str, param_grad: bool) -> None:
     steps(name, "inner", param_grad, True, (5, 3), find_unused_parameters=name == "Tied")
 
 
 @crossed(param_grad=[True, False], option=OPTIONS)
-def test_ways_to_wrap(both: Both, param_grad: bool, option: str) -> None:
-    both(each_way, param_grad, option)
-
-
-def each_way(param_grad: bool, option: str) -> None:
+@in_both
+def test_ways_to_wrap(param_grad: bool, option: str) -> None:
     for where in WHERE:
         steps("mlp", where, param_grad, True, (4, 4), **({option: True} if option else {}))
     steps("mlp", "inner", param_grad, False, (6, 0), **({option: True} if option else {}))
 
 
-def plain_steps_between() -> None:
+@in_both
+def test_plain_steps_between() -> None:
     """What a wrapper reduces, and what not, is as it was, also after a forward that failed."""
     for where in WHERE:
         hooked, run, ddp = wrapped(made("mlp"), where)
@@ -76,7 +70,8 @@ def plain_steps_between() -> None:
                 assert not ddp.require_backward_grad_sync
 
 
-def buffers() -> None:
+@in_both
+def test_buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
         torch.manual_seed(1)
@@ -94,7 +89,9 @@ def buffers() -> None:
             ddp.zero_grad()
 
 
-def micro_batches(where: str) -> None:
+@pytest.mark.parametrize("where", WHERE)
+@in_both
+def test_micro_batches(where: str) -> None:
     for param_grad in (True, False):
         for waits in (True, False):
             hooked, run, ddp = wrapped(made("mlp"), where)
@@ -115,12 +112,8 @@ def micro_batches(where: str) -> None:
                 assert_grads(ddp, grads)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_micro_batches(both: Both, where: str) -> None:
-    both(micro_batches, where)
-
-
-def groups() -> None:
+@in_both
+def test_groups() -> None:
     """Processes that the user names, and none."""
     net, (x, y), group = made("mlp"), batch(0, 7), dist.new_group([0, 1])
     autograd_hacks.add_hooks(net)
@@ -143,11 +136,8 @@ def groups() -> None:
 
 
 @pytest.mark.parametrize("verb", ["clip", "norms"])
-def test_sums_over_processes(both: Both, verb: str) -> None:
-    both(a_few_steps, verb)
-
-
-def a_few_steps(verb: str) -> None:
+@in_both
+def test_sums_over_processes(verb: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     numbers = {"max_norm": 0.5} if verb == "clip" else {}
@@ -163,8 +153,3 @@ def a_few_steps(verb: str) -> None:
     weights = (0.5 / norms).clamp(max=1) if verb == "clip" else torch.ones(12).double()
     for p, each in zip(model.parameters(), rows):
         assert_close(2 * p.grad, torch.tensordot(weights, each, 1))  # DDP takes the mean over processes
-
-
-@pytest.mark.parametrize("task", [plain_steps_between, buffers, groups])
-def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
-    both(task)
