@@ -3,6 +3,7 @@
 Imports take longer than many of the scripts.
 """
 
+import gc
 import os
 import queue
 import runpy
@@ -44,6 +45,8 @@ def work(rank: int, world: int, store: str, tasks: list[Any], done: Any) -> None
     wait = timedelta(seconds=LONGEST)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)
     for function, args in iter(tasks[rank].get, None):
+        gc.collect()
+        gc.freeze()  # as in conftest.py: what was imported is looked through no more
         torch.manual_seed(0)
         try:
             function(*args)

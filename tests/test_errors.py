@@ -93,9 +93,7 @@ def test_every_integration_says_what_it_needs() -> None:
     assert sorted(path.stem for path in folder.glob("*.py") if "with needed(" in path.read_text()) == TOOLS
 
 
-WITHOUT = {
-    ("verbs/grads.py", "__reduce_ex__"): "met by a copy, says all there is",
-}
+WITHOUT = {("verbs/grads.py", "__reduce_ex__"): "met by a copy, says all there is"}
 """Built-in errors that name no page, and why not."""
 
 

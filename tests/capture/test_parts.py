@@ -329,8 +329,7 @@ def counted() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "x"),
-    [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())],
+    ("model", "x"), [(conjugated(), torch.randn(3, 4, dtype=torch.complex128)), (counted(), torch.randn(4, 5, 4).double())]
 )
 def test_what_looks_like_the_parameter_and_is_not(model: nn.Module, x: Tensor) -> None:
     check_right(model, (x,), (x,), total="each")

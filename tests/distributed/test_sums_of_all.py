@@ -334,11 +334,7 @@ def test_experts_that_few_processes_see(kind: str, last: list[int]) -> None:
     words = [[0, 5, 1], [4, 4, 2], [5, 1, 1], [3, 3, 4], [0, 1, 2], [3, 2, 1], [1, 1, 0], last]
     torch.manual_seed(0)
     plain = Bare(
-        by_words,
-        table=nn.Embedding(6, 3),
-        last=nn.Linear(3, 2),
-        stack=torch.randn(3, 4, 3),
-        turned=torch.randn(3, 4, 3),
+        by_words, table=nn.Embedding(6, 3), last=nn.Linear(3, 2), stack=torch.randn(3, 4, 3), turned=torch.randn(3, 4, 3)
     ).double()
     net, given, found = copy.deepcopy(plain), torch.tensor(words), []
     cut = wrapped(net, "inner", find_unused_parameters=True)[2]

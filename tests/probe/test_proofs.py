@@ -253,10 +253,7 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, ..
     "experts": (lambda: clean(experts, c=nn.Linear(4, 2)), lambda n: (data(n),)),
     "rows that a mask routes, as many as there are features": (
         lambda: Bare(
-            lambda m, x: masked(m, x + m.shift, x[:, 2] > 0.5),
-            shift=torch.ones(3),
-            one=nn.Linear(3, 3),
-            two=nn.Linear(3, 3),
+            lambda m, x: masked(m, x + m.shift, x[:, 2] > 0.5), shift=torch.ones(3), one=nn.Linear(3, 3), two=nn.Linear(3, 3)
         ),
         lambda n: (torch.cat([data(n, 2), torch.arange(n)[:, None] % 3 == 1], 1),),
     ),

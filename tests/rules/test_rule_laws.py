@@ -43,10 +43,7 @@ loss_types = st.sampled_from(["mean", "sum"])
 @given(layers, loss_types, st.booleans(), st.sampled_from([1, 2**20]))
 @example(Case(nn.Conv2d(2, 4, (2, 4), padding="same", groups=2).double(), torch.randn(3, 2, 5, 6).double()), "mean", True, 1)
 @example(  # channels last, where strides of axes of length one are arbitrary
-    Case(
-        nn.Conv2d(3, 1, 2, padding=1).double(),
-        torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last),
-    ),
+    Case(nn.Conv2d(3, 1, 2, padding=1).double(), torch.randn(3, 3, 1, 1).double().to(memory_format=torch.channels_last)),
     "sum",
     False,
     2**20,

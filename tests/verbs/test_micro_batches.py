@@ -129,8 +129,7 @@ def test_no_pass_is_added_twice(put: Callable[[nn.Module], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "read",
-    [lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND), lambda m: autograd_hacks.compute_grad1(m, set_grad=True)],
+    "read", [lambda m: autograd_hacks.clip_grad1_norm_(m, BOUND), lambda m: autograd_hacks.compute_grad1(m, set_grad=True)]
 )
 def test_an_earlier_micro_batch_that_nobody_has_read(read: Callable[[nn.Module], object]) -> None:
     model = mlp()
