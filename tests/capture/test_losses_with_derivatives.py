@@ -17,7 +17,7 @@ from rarely import crossed
 from steps import batch, check_hooked
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
-from test_reads import BODIES, Net
+from test_parts import BODIES, Net
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close

@@ -60,7 +60,7 @@ UNITS = {"single": 2.0**-23, "as torch has it": 2.0**-10, "TF32": 2.0**-10, "bfl
 def test_proofs_and_rows_in_a_precision(device: torch.device, name: str, precision: str) -> None:
     """Three steps, two of which are proven.  Rows may be as far off as plain passes of one sample are, and a few units."""
     if precision in ("TF32", "as torch has it") and device.type == "cpu":
-        pytest.skip("a CPU has no TF32, and torch no other default; test_tf32.py rounds as a GPU does")
+        pytest.skip("a CPU has no TF32, and torch no other default; steps with rounded factors, below, are as on a GPU")
     if name in ("lstm", "gru") and device.type == "cpu":
         model, x = FAMILIES[name].on(device, torch.float32)
         try:
