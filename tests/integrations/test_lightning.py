@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from needed import needed
 from private_steps import BOUND, EXPECTED, NOISE, SEED, STEPS, by_hand
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
-from trained import LR, MAX_NORM, N, check, data, net, same_in_parts
+from trained import LR, MAX_NORM, N, check, data, needed, net, same_in_parts
 
 from autograd_hacks.errors import NothingRecorded
 from autograd_hacks.private import PrivateTraining

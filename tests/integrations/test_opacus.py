@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from needed import needed
 from rarely import rarely
 from refused import check_each
 from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
-from trained import of_many
+from trained import needed, of_many
 from twin import Bare
 
 import autograd_hacks

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from needed import needed
 from nets import Around
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, net
 from processes import WORLD, in_both
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
+from trained import needed
 
 import autograd_hacks
 from autograd_hacks.private import PrivateTraining
