@@ -48,9 +48,9 @@ def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> No
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
     caller = sys._getframe(1)
-    if (by := caller.f_globals.get("__name__")) in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf):
-        return
-    NEW.append(handle)
+    by = caller.f_globals.get("__name__")
+    if not (by in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf)):
+        NEW.append(handle)
     if len(NEW) > _most[0]:
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
         _most[0] = max(1000, 2 * len(NEW))
