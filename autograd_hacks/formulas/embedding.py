@@ -28,9 +28,8 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
 
 def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | None:
     """Rows of a table."""
-    if met.layout.axis + (met.layout.fold == POSITIONS) >= index.ndim:
-        return None
-    return lookup(met.first(index), met.first(met.grad), met.shape, padding_idx)
+    is_there = met.layout.axis + (met.layout.fold == POSITIONS) < index.ndim
+    return lookup(met.first(index), met.first(met.grad), met.shape, padding_idx) if is_there else None
 
 
 def embedding(met: Met) -> Form | None:

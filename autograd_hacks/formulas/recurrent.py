@@ -82,8 +82,8 @@ def _padded(packed: PackedSequence | None, data: Tensor) -> Tensor:
     """rows ... -> T N ..., in the user's order, with zeros after each sequence's end; ``data`` if nothing is packed"""
     if packed is None:
         return data
-    padded, _ = pad_packed_sequence(PackedSequence(data, packed.batch_sizes))  # with indices it would copy them to the host
-    return padded if packed.unsorted_indices is None else padded.index_select(1, packed.unsorted_indices)
+    order = slice(None) if packed.unsorted_indices is None else packed.unsorted_indices  # torch would copy it to the host
+    return pad_packed_sequence(PackedSequence(data, packed.batch_sizes))[0][:, order]
 
 
 def _layers(

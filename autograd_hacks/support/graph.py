@@ -24,12 +24,11 @@ _DEVICES = "cudnn", "miopen"
 OF_DEVICES = {f"native_{name}": [f"{own}_{name}" for own in _DEVICES] for name in ("batch_norm", "batch_norm_backward")}
 """By operation, those that devices have instead, with the same inputs, and nodes that save the same, see `spelt`."""
 USUAL = {f"{own.title()}BatchNormBackward0": "NativeBatchNormBackward0" for own in _DEVICES}
-_SPELT = {"eps": "epsilon"}
 
 
 def spelt(kind: type, name: str) -> str:
     """The name under which nodes of a type save a value."""
-    return name if hasattr(kind, SAVED + name) else _SPELT.get(name, name)
+    return name if hasattr(kind, SAVED + name) else {"eps": "epsilon"}.get(name, name)
 
 
 def node_of(parameter: Tensor) -> Node:
