@@ -301,8 +301,8 @@ class NodeUse(Use):
         labels = self.labels if layout is None else layout.rows(g.shape[layout.axis], self.samples or 0, g.device)
         if labels is None:  # all entries may be one's own
             return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.samples == 1 else None
-        axis = 0 if layout is None else layout.axis
-        return (labels.view([-1 if n == axis else 1 for n in range(g.ndim)]) if labels.ndim == 1 else labels).to(g.device)
+        sizes = [-1 if n == (0 if layout is None else layout.axis) else 1 for n in range(g.ndim)]
+        return (labels.view(sizes) if labels.ndim == 1 else labels).to(g.device)
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         if isinstance(grads.kept, Exception):

@@ -44,8 +44,8 @@ def scaled_at_once(forms: Mapping[str, Form | None]) -> dict[str, Tensor]:
         if type(form) is Scaled and type(form.form) is Dense and not isinstance(form.factor, Tensor)
         if form.like.is_cuda and form.like.is_contiguous()
     }
-    given = [form.like for form in lacking.values()], [form.factor for form in lacking.values()]
-    return dict(zip(lacking, times_each(*given))) if lacking else {}
+    given = ([x.like for x in lacking.values()], [x.factor for x in lacking.values()]) if lacking else None
+    return {} if given is None else dict(zip(lacking, times_each(*given)))
 
 
 def magnitudes(form: Form) -> Form:

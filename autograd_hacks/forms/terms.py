@@ -200,9 +200,9 @@ def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int)
     """
     parts, begin, shape = dict[tuple[int, int], Form](), 0, torch.Size((len(ends), x.shape[1], g.shape[1]))
     experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=ends.device), right=True)
-    counts = owners.new_zeros(len(ends) + 1, samples)  # of positions, by expert and sample
-    counts.view(-1).index_add_(0, experts * samples + owners, torch.ones_like(owners))
-    for expert, (end, most) in enumerate(torch.stack([ends.long(), counts[:-1].amax(1)], 1).tolist()):  # the host asks once
+    counts = owners.new_zeros((len(ends) + 1) * samples).index_add_(0, experts * samples + owners, torch.ones_like(owners))
+    asked = [ends.long(), counts.view(-1, samples)[:-1].amax(1)]  # at once
+    for expert, (end, most) in enumerate(zip(*torch.stack(asked).tolist())):
         if end > begin:
             rows = slice(begin, end)
             own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)

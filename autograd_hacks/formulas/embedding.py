@@ -28,8 +28,8 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
 
 def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | None:
     """Rows of a table."""
-    is_there = met.layout.axis + (met.layout.fold == POSITIONS) < index.ndim
-    return lookup(met.first(index), met.first(met.grad), met.shape, padding_idx) if is_there else None
+    is_lost = met.layout.axis + (met.layout.fold == POSITIONS) >= index.ndim
+    return None if is_lost else lookup(met.first(index), met.first(met.grad), met.shape, padding_idx)
 
 
 def embedding(met: Met) -> Form | None:

@@ -67,8 +67,8 @@ class Met:
 
     def by_channel(self, x: Tensor) -> Form | None:
         """x: N C *T.  The same for a value of shape C."""
-        is_usual = not self.layout.axis and self.layout.fold != POSITIONS
-        return self.summed(x, (*self.shape, *[1] * (x.ndim - 2))) if is_usual else None
+        is_elsewhere = self.layout.axis or self.layout.fold == POSITIONS
+        return None if is_elsewhere else self.summed(x, (*self.shape, *[1] * (x.ndim - 2)))
 
     def added_up(self, form: Form) -> Form:
         """form: of M rows, where M is N·T, T·N or N"""

@@ -46,8 +46,8 @@ AXES: dict[str, Axes] = {}
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        entry = Axes(rule, tuple(reads.split()), multiplies)
-        AXES.update({own: entry for name in names.split() for own in (name, *OF_DEVICES.get(name, ()))})
+        every = (own for name in names.split() for own in (name, *OF_DEVICES.get(name, ())))
+        AXES.update(dict.fromkeys(every, Axes(rule, tuple(reads.split()), multiplies)))
         return rule
 
     return enter

@@ -75,9 +75,8 @@ _KINDS = {
 def _kind_of(node: type) -> _Kind | None:
     if (kind := _KINDS.get(USUAL.get(node.__name__, node.__name__))) is None:
         return None
-    settings = [SAVED + spelt(node, name) for name in kind.settings.split()]
-    read = attrgetter(*settings) if settings else lambda node: None
-    return kind._replace(raw=attrgetter(RAW + kind.raw), settings=read)
+    names = [SAVED + spelt(node, name) for name in kind.settings.split()]
+    return kind._replace(raw=attrgetter(RAW + kind.raw), settings=attrgetter(*names) if names else lambda node: None)
 
 
 def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -> tuple[Any, int, list[str]]:
