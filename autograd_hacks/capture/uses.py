@@ -286,28 +286,23 @@ class NodeUse(Use):
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""
-        owners, documents = list[Tensor | None](), self.documents
-        for slot, g in enumerate(grads):
-            if documents is not None:
-                at = self.layouts[slot] if self.labels is None and slot < len(self.layouts) else None
-                own = None if g is None else documents.owners(g.shape, at, g.device)
-                if g is not None and own is None:
-                    check_told(None, self.place, g.shape)
-                owners.append(own)
-                continue
-            layout = self.layouts[slot] if slot < len(self.layouts) else None
-            labels, axis = self.labels, 0 if layout is None or self.labels is not None else layout.axis
-            if g is not None and labels is None and layout is not None:
-                labels = layout.rows(g.shape[axis], self.samples or 0, g.device)
-            if g is not None and labels is not None and labels.ndim == 1:
-                labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
-            if g is not None and labels is None and self.samples == 1:  # all entries are its own
-                labels = g.new_zeros([1] * g.ndim, dtype=torch.long)
-            owners.append(None if g is None or labels is None else labels.to(g.device))
+        owners = [None if g is None else self._owners(slot, g) for slot, g in enumerate(grads)]
         if all(own is None for own in owners) and any(g is not None and bool(g.any()) for g in grads):
             raise SamplesMixed(f"{self.place}: it is unknown whose the gradient that arrived is. {A_BATCH}")
-        count = (self.samples or 0) if documents is None else documents.count
+        count = (self.samples or 0) if self.documents is None else self.documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
+
+    def _owners(self, slot: int, g: Tensor) -> Tensor | None:
+        """The sample, or the document, of each entry of the gradient at an output; None if it is unknown."""
+        layout = self.layouts[slot] if self.labels is None and slot < len(self.layouts) else None
+        if self.documents is not None:
+            own = self.documents.owners(g.shape, layout, g.device)
+            return check_told(None, self.place, g.shape) if own is None else own  # type: ignore[return-value]  # it raises
+        labels = self.labels if layout is None else layout.rows(g.shape[layout.axis], self.samples or 0, g.device)
+        if labels is None:  # all entries may be one's own
+            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.samples == 1 else None
+        sizes = [-1 if n == (0 if layout is None else layout.axis) else 1 for n in range(g.ndim)]
+        return (labels.view(sizes) if labels.ndim == 1 else labels).to(g.device)
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         if isinstance(grads.kept, Exception):

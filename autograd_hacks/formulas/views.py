@@ -59,9 +59,7 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
-    if isinstance(form, Outer):
-        return form.viewed(shape)
-    return Dense(rows_of(form).reshape(form.samples, *shape))
+    return form.viewed(shape) if isinstance(form, Outer) else Dense(rows_of(form).reshape(form.samples, *shape))
 
 
 def rows_of(form: Form) -> Tensor:

@@ -77,11 +77,9 @@ class Certificate:
         name: the parameter's name in messages
         known: its name in the record
         """
-        if known in recorded.beside or known in recorded.skipped:
-            return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
         form, sums = told[0][2], recorded.along[known]
-        if not form.samples or not form.shape.numel():
-            return
+        if known in recorded.beside or known in recorded.skipped or not form.samples or not form.shape.numel():
+            return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive; or nothing does
         if (unit := self._unit_of(told, sums[0])) is None:
             note_compared(known, told)
             return
@@ -178,9 +176,8 @@ def _added(grads: OutputGrads, form: Form) -> float:
 
 def _as_used(use: Use, form: Form) -> Form:
     """The form with its factors rounded as autocast rounded them for the product."""
-    if use.precision is None or use.precision == form.like.dtype or not isinstance(form, Factored):
-        return form
-    return form.to(use.precision).to(form.like.dtype)
+    is_exact = use.precision in (None, form.like.dtype) or not isinstance(form, Factored)
+    return form if is_exact or use.precision is None else form.to(use.precision).to(form.like.dtype)
 
 
 def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:

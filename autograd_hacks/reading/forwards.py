@@ -278,9 +278,8 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> 
     walk = reader.walked_again(labels, documents.count)
     for k, names in _takers(ran, reader, found).items():
         for label, of_sample, shape in zip(walk.labels[k], reader.walk.labels[k], reader.trace.shapes[k]):
-            layouts = () if of_sample is None else (Layout(), Layout(0, "N·T"))  # nothing arrives there
-            by_sizes = (documents.owners(shape, where, documents.ids.device) for where in layouts)
-            told = next((x for x in by_sizes if x is not None), None)
+            by_sizes = (documents.owners(shape, where, documents.ids.device) for where in (Layout(), Layout(0, "N·T")))
+            told = None if of_sample is None else next((x for x in by_sizes if x is not None), None)  # what may arrive
             # Another axis may have as many places as there are positions.  What padding gets is seen in the pass.
             own = (
                 entries(label, shape, documents.count, told.device)

@@ -206,10 +206,9 @@ class Reader:
         """Whether a call's inner values are used outside of it, by a derivative that the forward takes.
 
         Its rule doesn't see these uses, so its nodes give the rows."""
-        own = {(self.number.get(node), hook.number) for node, hook in noted.hooks}
-        made = [k for k in inside if not self.walk.of_parameters[k]]  # what it makes of parameters alone has uses of its own
+        made = (k for k in inside if not self.walk.of_parameters[k])  # of parameters alone it makes what has uses of its own
         used = {(k, at) for k in made for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
-        return not used <= own
+        return not used <= {(self.number.get(node), hook.number) for node, hook in noted.hooks}
 
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves

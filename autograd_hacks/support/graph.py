@@ -21,16 +21,14 @@ CHECKPOINT = "CheckpointFunctionBackward"
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
-_DEVICES = "cudnn", "miopen"
-OF_DEVICES = {f"native_{name}": [f"{own}_{name}" for own in _DEVICES] for name in ("batch_norm", "batch_norm_backward")}
+OF_DEVICES = {f"native_{name}": (f"cudnn_{name}", f"miopen_{name}") for name in ("batch_norm", "batch_norm_backward")}
 """By operation, those that devices have instead, with the same inputs, and nodes that save the same, see `spelt`."""
-USUAL = {f"{own.title()}BatchNormBackward0": "NativeBatchNormBackward0" for own in _DEVICES}
-_SPELT = {"eps": "epsilon"}
+USUAL = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
 
 
 def spelt(kind: type, name: str) -> str:
     """The name under which nodes of a type save a value."""
-    return name if hasattr(kind, SAVED + name) else _SPELT.get(name, name)
+    return name if hasattr(kind, SAVED + name) else {"eps": "epsilon"}.get(name, name)
 
 
 NEW: list[RemovableHandle] = []
