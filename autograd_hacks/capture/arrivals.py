@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import NodeUse
-from autograd_hacks.support.graph import OWN_HOOKS, Value
+from autograd_hacks.support.graph import NEW, Value
 from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.switch import current_task
@@ -34,14 +35,25 @@ ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
 
 
-def hook_counts() -> tuple[int, int]:
-    """How many hooks torch has registered so far, and how many of these are the library's."""
-    return RemovableHandle.next_id, OWN_HOOKS[0]
+def are_new(first: int) -> bool:
+    """Whether a user has registered hooks since torch's count was this."""
+    return bool(NEW) and NEW[-1].id >= first
 
 
-def are_new(before: tuple[int, int]) -> bool:
-    """Whether a user has registered hooks since these counts."""
-    return RemovableHandle.next_id - before[0] != OWN_HOOKS[0] - before[1]
+_OF_CALLS = "torch.nn.modules.module", "torch.optim.optimizer"
+registers, _most = RemovableHandle.__init__, [1000]
+
+
+def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
+    """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
+    registers(handle, hooks, extra_dict=extra_dict)
+    caller = sys._getframe(1)
+    if (by := caller.f_globals.get("__name__")) in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf):
+        return
+    NEW.append(handle)
+    if len(NEW) > _most[0]:
+        NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
+        _most[0] = max(1000, 2 * len(NEW))
 
 
 BEGAN = SimpleNamespace(reduced=frozenset())

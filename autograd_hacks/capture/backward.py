@@ -21,7 +21,6 @@ from autograd_hacks.capture.arrivals import (
     AtOutput,
     AtParameter,
     are_new,
-    hook_counts,
     may_skip,
     own_hook,
     reach_of,
@@ -63,7 +62,7 @@ class Backward:
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
-        self.looked = hook_counts()  # when the last forward had ended, or before the first one
+        self.looked = RemovableHandle.next_id  # torch's count of hooks as the last forward ended, or before the first one
         # Watches the user's hooks that were registered since a count.
         self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
         self.watch_late: Callable[[int], None] = lambda _: None
@@ -130,7 +129,7 @@ class Backward:
 
     def has_looked(self) -> None:
         """Says that the hooks that there are now are known."""
-        self.looked = hook_counts()
+        self.looked = RemovableHandle.next_id
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
@@ -163,7 +162,7 @@ class Backward:
 
     def _finish(self, ended: Pass) -> None:
         if self.has_new_hooks():
-            self.watch_late(self.looked[0])
+            self.watch_late(self.looked)
             self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running = None

@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import Returned, are_new, hook_counts, mark_returned
+from autograd_hacks.capture.arrivals import Returned, are_new, mark_returned
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import Labels, Watch, named, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
@@ -71,7 +72,7 @@ class Recorder:
         self.is_aside = False  # whether it belongs to a copy, which the library runs
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.marks: Marks | None = None  # how that forward began
-        self._hooks = 0, 0  # the counts of hooks as it began
+        self._hooks = 0  # torch's count of hooks as it began
         self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the users' that were registered since
         self._ran: Ran | None = None  # the running forward
         self.watch: Watch | None = None  # over the user's hooks on gradients
@@ -123,6 +124,8 @@ class Recorder:
             return
         self.forward.running = None
         self.backward.is_silent = False  # a Function's backward may have failed
+        if self.backward.has_new_hooks() and not self.backward.answered:  # no pass has watched them
+            self.backward.watch_before(since(self.backward.looked))
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -135,7 +138,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        self._hooks, ran.began = hook_counts(), next_node()
+        self._hooks, ran.began = RemovableHandle.next_id, next_node()
         before = self.tape
         self._stop()
         if self.kinds.independent and ran.known is not None:
@@ -187,7 +190,7 @@ class Recorder:
         ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
-        self._users_hooks = since(self._hooks[0]) if are_new(self._hooks) else []
+        self._users_hooks = since(self._hooks) if are_new(self._hooks) else []
         put_last(self._users_hooks)
         with plainly_saved():
             self._end(path, model, ran)

@@ -17,6 +17,7 @@ from autograd_hacks.formulas.conv import conv, padded
 from autograd_hacks.formulas.embedding import embedding, embedding_bag, indexed, table
 from autograd_hacks.formulas.met import Formula, Met, of_layer
 from autograd_hacks.formulas.recurrent import cell, count_sequences, recurrent
+from autograd_hacks.support.graph import USUAL
 from autograd_hacks.support.layout import POSITIONS
 
 
@@ -150,6 +151,7 @@ NODES: dict[str, Formula] = {
     "NativeGroupNormBackward0": _of_weights(partial(norms.group_norm, normal=partial(norms.by_groups, number="group"))),
     "NativeBatchNormBackward0": _of_weights(norms.batch_norm),
 }
+NODES |= {own: NODES[usual] for own, usual in USUAL.items() if usual in NODES}
 """{node name: formula}"""
 
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": matrices.grouped_product}

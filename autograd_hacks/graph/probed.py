@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, Owned, Several, entries, tidied
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made, shape_of
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
@@ -127,7 +128,7 @@ def shown(node: Any, outs: Sequence[Label]) -> list[int] | None:
         there = [x for x in found if x is not None]
         if any(x.dtype not in WIDE or x.device.type not in ("cpu", "cuda") for x in there):
             return None
-        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) for x in there]
+        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) if x.numel() else 0 for x in there]
 
 
 def _is_exact(node: Any, outs: Sequence[Label]) -> bool:
@@ -188,7 +189,8 @@ def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor 
 
 def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     try:
-        found = call_node(node, grads)
+        with without_autocast([x for x in grads if x is not None]):  # as most passes run
+            found = call_node(node, grads)
     except Exception as error:  # a user's Function may raise anything for other gradients than its own
         raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
     ahead = node.next_functions

@@ -1,7 +1,7 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._functorch import config as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import CheckpointError
 
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
@@ -67,7 +66,7 @@ def sweep(
                 arrive(node, passes)
             if type(node) is Leaf or node in ends:
                 continue
-            found = None if passes is None else list(_call(node, passes, len(passes) > 1))
+            found = None if passes is None else _call(node, passes, len(passes) > 1)
             for place, (ahead, number) in enumerate(node.next_functions):
                 if ahead is None:
                     continue
@@ -156,22 +155,24 @@ def is_plain(node: Any) -> bool:
     return not (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" or is_packed(node))
 
 
-def _call(node: Any, passes: Iterable[Grads], several: bool) -> Iterator[Sequence[Tensor | None] | None]:
+def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequence[Tensor | None] | None]:
     """The gradients that a node computes, for one or several passes."""
     if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
         raise UnseenGradient(
             "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
             "checkpoint(..., use_reentrant=False)."
         )
-    put_back = put_back_by(node) if several else None
-    for grads in passes:
-        try:
-            found = call_node(node, grads)
-        except CheckpointError:  # a node that doesn't show what it saves
-            found = outside_passes(partial(call_node, node, grads))
-        if put_back is not None:
+    put_back = put_back_by(node) if several else lambda: None
+
+    def run() -> list[Sequence[Tensor | None] | None]:
+        found = []
+        for grads in passes:
+            found.append(call_node(node, grads))
             put_back()
-        yield found
+        return found
+
+    # Of a node in C++ that doesn't show what it saves, the running pass needs what a checkpoint recomputes, once.
+    return outside_passes(run) if node.name().startswith("torch::autograd::") else run()
 
 
 def as_one_pass(run: Callable[[], None]) -> None:

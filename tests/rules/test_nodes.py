@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from of_devices import BATCH_NORMS, first_of
 from oracle import squares
 from steps import check_hooked
 from torch import Tensor
@@ -163,6 +164,10 @@ def cases_of_real_numbers(n: int) -> list[Case]:
         found += [
             Case("batch_norm", F.batch_norm, (x, mean, var, r(4), r(4)), (3, 4)),
             Case("batch_norm", F.batch_norm, (x, mean, var), ("bias",), {"bias": r(4), "eps": 0.1}),
+            *[
+                Case(name, first_of(own), (x, r(4), r(4), mean, var, False, 0, 0.1), (1, 2))
+                for name, own in BATCH_NORMS.items()
+            ],
             Case("prelu", F.prelu, (x, r(1)), (1,)),
             Case("prelu", F.prelu, (x, r(4)), (1,)),
         ]
