@@ -155,8 +155,7 @@ class Backward:
 
     def _skip(self, running: Pass, asked: Any) -> None:
         """Notes the parameters at which no gradient will arrive."""
-        names = map(self.record.names.get, [leaf.variable for leaf in asked.skipped])
-        running.skipped.update(name for name in names if name is not None)
+        running.skipped.update(filter(None, self.record.names.of([leaf.variable for leaf in asked.skipped])))
         if self.record.on_arrival is not None:
             running.left = asked.counts(self)
 

@@ -26,11 +26,9 @@ from autograd_hacks.support.trees import is_packed, map_tensors, versions_among
 
 
 class Layer:
-    """What stays the same from call to call of a layer with a rule.
+    """What stays the same from call to call of a layer with a rule.  path: its name in the model
 
-    path: its name in the model
-    wanted: the parameters whose rows are wanted, by their names in the layer and in the model
-    """
+    wanted: the parameters whose rows are wanted, by their names in the layer and in the model"""
 
     def __init__(self, path: str, layer: nn.Module, rule: Rule, wanted: Sequence[tuple[str, Tensor, str]]) -> None:
         self.path, self.layer, self.rule, self.wanted = path, layer, rule, wanted
@@ -39,8 +37,8 @@ class Layer:
         self._trains = [p is not None and p.requires_grad for p in own.values()]
         self._buffers = [*map(id, layer._buffers.values())]
         # The rule may read them.
-        self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
-        self.tensors = [x for _, x in self.read]
+        self.held = {local: x for local, x in (*own.items(), *layer._buffers.items()) if x is not None}
+        self.tensors = [*self.held.values()]
         self.ids = frozenset([id(p) for _, p, _ in wanted])
         self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
         self.is_given = is_given(layer)
@@ -52,12 +50,11 @@ class Layer:
         own = layer._parameters
         if layer is not self.layer or (*own,) != self._locals or not self.settings.are_of(layer):
             return False
-        values = own.values()
+        values, buffers = own.values(), layer._buffers
         if [*map(id, values)] != self._own or [p is not None and p.requires_grad for p in values] != self._trains:
             return False
-        if (layer._buffers or self._buffers) and [*map(id, layer._buffers.values())] != self._buffers:
-            return False
-        return rule_for(layer) is self.rule
+        are_same = not (buffers or self._buffers) or [*map(id, buffers.values())] == self._buffers
+        return are_same and rule_for(layer) is self.rule
 
 
 FIRST = (Layout(),)
@@ -65,10 +62,7 @@ FIRST = (Layout(),)
 
 
 class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads.
-
-    Most of what may be asked about a call is asked about none, so the log notes it in few words: `_FOLLOWS` has the rest.
-    """
+    """A call of a layer with a rule.  Most of what may be asked about a call is asked about none: `_FOLLOWS` has that."""
 
     known: Layer  # the layer as it was
     number: int  # its place in the log, if it belongs to a forward
@@ -102,17 +96,15 @@ class LayerCall(Use, Call):
         ((x,), (grad,)), samples, dtype = (self.args, grads.at), within.samples, known.wanted[0][1].dtype
         if grad is None or not samples or rule_for(known.layer) is not known.rule:
             return None
-        if versions_among(x, grad) != [self.overwritten[0], *grads.versions] or grad.shape[:1] != (samples,):
-            return None
-        if (x.dtype is not dtype and x.is_floating_point()) or type(grad) is not Tensor or grad.dtype is not dtype:
-            return None
-        if grad.layout is not torch.strided:
+        is_usual = type(grad) is Tensor and grad.dtype is dtype and grad.layout is torch.strided
+        is_as_noted = versions_among(x, grad) == [self.overwritten[0], *grads.versions] and grad.shape[:1] == (samples,)
+        if not (is_usual and is_as_noted) or (x.dtype is not dtype and x.is_floating_point()):
             return None
         layer = known.settings.put_back(known.layer)
-        call = Call(
-            known.path, layer, self.args, {}, self.training, (grad,), self.state, None, (), self.precision, True, self.saved
-        )
-        return self._by_formula(call, known.locals, samples)
+        return self._by_formula(LayerCall(**{**self.__dict__, "layer": layer, "grads": (grad,)}), known.locals, samples)
+
+    def _shape_of(self, name: str, value: Tensor) -> torch.Size:
+        return self.known.held.get(name, value).shape
 
     @property
     def what(self) -> str:
@@ -239,7 +231,7 @@ _FOLLOWS: Mapping[str, Callable[[LayerCall], Any]] = {
     "layer": lambda call: call.known.layer,
     "kwargs": lambda call: {},
     "edges": _edges,
-    "state": lambda call: {local: (p, n) for (local, p), n in zip(call.known.read, call.overwritten[1:])},
+    "state": lambda call: {local: (p, n) for (local, p), n in zip(call.known.held.items(), call.overwritten[1:])},
     "versions": lambda call: [(call.args[0], call.overwritten[0])],
 }
 """What follows about a call from what was noted."""

@@ -165,7 +165,8 @@ class Kinds:
 
         path: of the called module    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
-        if any(x.is_nested for x in tensors_in(args, kwargs)):
+        tensors = tensors_in(args, kwargs)
+        if any(x.is_nested for x in tensors):
             within.kind = Kind()
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
@@ -183,11 +184,12 @@ class Kinds:
         # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         is_unread = is_bag and axis is not None and not self.independent
-        if not self._is_whole or is_unread or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
+        if not self._is_whole or is_unread or any(x.is_meta for x in tensors):
             return None
         axis = None if is_bag else axis  # entries are packed
         samples = batch.samples(axis)
-        if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
+        is_empty = axis == 0 and 0 in [x.numel() for x in tensors]
+        if samples == 0 or (is_empty and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             within.samples = 0
             return None
         key = path, batch.signature(), samples == 1, tuple(map(_TRAINING, modules))

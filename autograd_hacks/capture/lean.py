@@ -137,8 +137,8 @@ def _backward(
 ) -> None:
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
-    roots, asked, hooks = [node for node in nodes if node is not None], None, []
-    if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
+    roots, asked, hooks, models = [node for node in nodes if node is not None], None, [], [*_HOOKED]
+    if watching := [own for own in models if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked for own in watching))
         for own in watching:
             own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
@@ -150,7 +150,7 @@ def _backward(
         and current_task() == NO_TASK
         and not (is_transformed() or dispatch_modes())
     ):
-        asked = _asked(roots)
+        asked = _asked(roots, models)
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
@@ -169,17 +169,17 @@ def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
     return frozenset((node.name(), getattr(node, "_saved_reduction", None)) for node in nodes)
 
 
-def _asked(roots: Iterable[Node]) -> Asked | None:
+def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
-    known = [own for own in _HOOKED if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
+    known = [own for own in models if not (own.wants_grad or own.record.comparing) and own.hears() and own.met]
     met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None
-    uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])
+    first, is_only = met[0].made if len(met) == 1 else (), len(met) == 1
+    uses, takers, skippable = met[0][2:] if is_only else (frozenset().union(*sets) for sets in list(zip(*met))[2:])
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
-    seen, taken, others, is_only = set(nodes), dict[Any, None](), dict[Any, None](), len(met) == 1
+    seen, taken, others = set(nodes), dict[Any, None](), dict[Any, None]()
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
-    first = met[0].made if len(met) == 1 else ()
     for node in nodes:  # the list grows
         number = sequence_number(node)
         if number in uses:
@@ -207,7 +207,4 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
 
 def _of(met: Sequence[Met], number: int) -> int:
     """Which forward has made a node; -1 for none of them."""
-    for n, own in enumerate(met):
-        if number in own.made:
-            return n
-    return -1
+    return next((n for n, own in enumerate(met) if number in own.made), -1)

@@ -104,11 +104,11 @@ def of_layer(
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
         known: Mapping[str, Any] = {"input": x} if kept is None else kept(layer, call, x)
-        found, state = dict[str, Any](known.get("forms") or {}), call.state
-        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
+        found, size = dict[str, Any](known.get("forms") or {}), x.shape
+        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, size[0], 0, size)
         for name, value in layer._parameters.items():
             if value is not None and name in places and name not in found:
-                met.place, met.shape = places[name], (state[name][0] if name in state else value).shape  # as at the call
+                met.place, met.shape = places[name], call._shape_of(name, value)
                 if (form := formula(met, **more)) is None:
                     needs_batch(x, x.ndim + 1, layout)
                 found[name] = form

@@ -56,8 +56,7 @@ def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: R
 def check_known(model: nn.Module, record: Record) -> None:
     """Raises if layers used whole parameters that can't be matched to shards.  They would look like unused parameters."""
     known = set(record.names.values()) if gathering(model) else set()
-    passes = (recorded for segment in record.segments for recorded in segment.passes)
-    strange = [name for recorded in passes for name in recorded.names() if known and name not in known]
+    strange = [name for recorded in (record.passes if known else ()) for name in recorded.names() if name not in known]
     if strange or (known and record.unseen.keys() - known):
         raise NothingRecorded(
             "fully_shard gathered parameters that the hooks don't know: a part of the model was called before the model "

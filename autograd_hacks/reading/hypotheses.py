@@ -61,7 +61,7 @@ def as_before(ran: Ran) -> Hypothesis | None:
     before: Hypothesis | None = ran.within.kind.hypothesis
     if before is None or not before.is_whole or ran.known is None:
         return None
-    samples = ran.known.batch.samples(before.axis, before.counted_leaf)
+    samples = ran.within.samples  # by its axis, see `Kinds.look`
     if before.counted_at is not None:
         samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
     graphs = sum(x.grad_fn is not None for x in ran.outputs)  # an output that is new has samples, too, or is a loss

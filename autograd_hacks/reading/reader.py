@@ -97,10 +97,9 @@ class Reader:
         self.trace = Trace(roots, {id(p) for p in ran.parameters.values()}, ran.ends)
         self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
-        nodes, kinds = self.trace.nodes, self.trace.kinds
-        lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
-        asks = lawless and any(k in lawless and is_users(node) for k, node in zip(kinds, nodes))
-        self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
+        # A Function may run a backward pass of its own.
+        asks = any(map(is_users, {type(node): node for node in self.trace.nodes}.values()))
+        self._kept = partial(grads_kept, ran) if asks else nullcontext
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)

@@ -188,8 +188,9 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    raws = (raw for name in raw_names(node.__class__) for raw in _raws(node, name))
-    hooks = (hook for raw in raws if (hook := getattr(raw, "unpack_hook", None)) is not None)
+    raws = [getattr(node, name, None) for name in raw_names(node.__class__)]
+    parts = [raw for own in raws if isinstance(own, tuple | list) for raw in own]  # of an index, one for each axis
+    hooks = [hook for raw in (*raws, *parts) if (hook := getattr(raw, "unpack_hook", None)) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
 
 
