@@ -7,8 +7,10 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries
+from autograd_hacks.graph.label import Label, Owned, entries
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import current_node, sequence_number
@@ -108,13 +110,14 @@ def _is_watched_by(hook: Any, backward: weakref.ref[Backward]) -> bool:
     return False
 
 
+@dataclass(eq=False)
 class _Watched:
     """A hook that replaces the user's and calls it."""
 
-    def __init__(
-        self, backward: weakref.ref[Backward], hook: Callable[..., Any], labels: Labels | None, samples: int
-    ) -> None:
-        self.backward, self.hook, self.labels, self.samples = backward, hook, labels, samples
+    backward: weakref.ref[Backward]
+    hook: Callable[..., Any]
+    labels: Labels | None
+    samples: int
 
     def __call__(self, *args: Any) -> Any:
         backward = self.backward()
@@ -140,14 +143,9 @@ class _Watched:
             own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
             values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
         labels = [self._label(*value) for value in values]
-        is_known = (
-            len(labels) == len(given)
-            and not self._is_of_inputs()
-            and not any(
-                label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
-            )
-        )
-        if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
+        moved = [label for label, x, y in zip(labels, given, found) if x is not y]
+        is_known = len(labels) == len(given) and all(isinstance(label, Owned) for label in moved)
+        if not (is_overwritten or self._is_of_inputs()) and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
         cure = "a new gradient of which no entry depends on another sample"
@@ -173,9 +171,7 @@ class _Watched:
 
         Each two samples are apart in some bit of their numbers: the hook runs again without the samples that have it."""
         owners = [
-            None
-            if x is None or not isinstance(label, At | One | Entries)
-            else entries(label, x.shape, self.samples, x.device)
+            entries(label, x.shape, self.samples, x.device) if x is not None and isinstance(label, Owned) else None
             for label, x in zip(labels, given)
         ]
         with with_random_state(random_state({x.device for x in given if x is not None})):
@@ -214,15 +210,8 @@ def _changed(given: Any, result: Any) -> bool:
 
 def _module_of(hook: Any) -> BackwardHook | None:
     """What torch keeps for the hooks of a module, if this is the hook by which it calls them."""
-    cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if _is_set(cell))
+    cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if cell != CellType())
     return next((own for own in cells if isinstance(own, BackwardHook)), None)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def named(hook: Any) -> str:

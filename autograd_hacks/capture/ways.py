@@ -110,9 +110,8 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
     most = max(turn.before.shape.numel() for turn in turns)
-    computing = tuple(
-        [k for k, x in enumerate(order) if x not in leaves and (x.name() not in VIEWS or x.name() == "ToCopyBackward0")]
-    )
+    moving = VIEWS.keys() - {"ToCopyBackward0"}
+    computing = tuple([k for k, x in enumerate(order) if x not in leaves and x.name() not in moving])
     return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
 
 

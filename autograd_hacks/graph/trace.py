@@ -57,12 +57,10 @@ class Trace:
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        leaves: list[int] = []
-        variables: list[Tensor] = []
+        leaves, variables = list[int](), list[Tensor]()
         fixed: list[int] = []  # those that are parameters, of this model or of one that it hides
         ids: list[int] = []  # of the tensors at these
-        kinds: list[Kind] = []
-        edges: list[tuple[tuple[int, int] | None, ...]] = []
+        kinds, edges = list[Kind](), list[tuple[tuple[int, int] | None, ...]]()
         read: list[Any] = []  # the numbers and sizes that don't follow from others
         find, known, of_leaf, parameter = place.get, _BY_TYPE.get, Leaf, Parameter
         for node in nodes:  # the list grows
