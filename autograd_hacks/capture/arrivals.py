@@ -105,18 +105,12 @@ class AtOutput:
 
 
 class Link(NamedTuple):
-    """What a node makes for parameters, or for nodes that pass it on to one parameter alone.
+    """What a node makes for parameters, or for nodes that pass it on to one parameter alone."""
 
-    node: its number in the trace
-    made: the places of these inputs, and who receives their gradients: a parameter, by name, or a node, by number
-    is_first: whether its own gradient is a use's, and not another link's
-    output: the number of the output at which it receives gradient from another link
-    """
-
-    node: int
-    made: tuple[tuple[int, str | int], ...]
-    is_first: bool
-    output: int
+    node: int  # its number in the trace
+    made: tuple[tuple[int, str | int], ...]  # the places of inputs, and who receives their gradients: a parameter, or a node
+    is_first: bool  # whether its own gradient is a use's, and not another link's
+    output: int  # the number of the output at which it receives gradient from another link
 
 
 @dataclass(eq=False, slots=True)
@@ -216,15 +210,11 @@ class Returned:
 
 
 class Behind(NamedTuple):
-    """What values were computed from.
+    """What values were computed from."""
 
-    marks: the marked outputs    ends: their nodes, unless something was computed from other outputs of these
-    receivers: of the uses that are reached by other ways than through marked outputs
-    """
-
-    marks: dict[Value, Returned]
-    ends: list[Node]
-    receivers: set[Any]
+    marks: dict[Value, Returned]  # the marked outputs
+    ends: list[Node]  # their nodes, unless something was computed from other outputs of these
+    receivers: set[Any]  # of the uses that are reached by other ways than through marked outputs
 
 
 def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:

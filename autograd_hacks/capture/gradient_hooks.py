@@ -71,12 +71,10 @@ def _is_own(hook: Any) -> bool:
 
 
 class Watch(NamedTuple):
-    """Watches the hooks that were registered in a forward, or later.
-
-    labels: gives those of the forward; None if they are unknown"""
+    """Watches the hooks that were registered in a forward, or later."""
 
     backward: weakref.ref[Backward]
-    labels: Callable[[], Labels] | None
+    labels: Callable[[], Labels] | None  # gives those of the forward; None if they are unknown
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:

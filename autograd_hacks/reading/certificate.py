@@ -57,19 +57,15 @@ Told = tuple[Use, OutputGrads, Form]
 
 
 class _Compared(NamedTuple):
-    """A parameter that is compared.
-
-    known: its name in the record    unit: the tolerance    told: what gives its rows    received: see `received_by`; None
-    where the host may ask at once    parts: the terms of each use    is_new: whether some are compared for the first time
-    """
+    """A parameter that is compared."""
 
     name: str
-    known: str
-    unit: float
-    told: Sequence[Told]
-    received: Tensor | float | None
-    parts: Sequence[Tensor]
-    is_new: bool
+    known: str  # its name in the record
+    unit: float  # the tolerance
+    told: Sequence[Told]  # what gives its rows
+    received: Tensor | float | None  # see `received_by`; None where the host may ask at once
+    parts: Sequence[Tensor]  # the terms of each use
+    is_new: bool  # whether some are compared for the first time
 
 
 class Certificate:

@@ -41,28 +41,20 @@ Where = Layout | Tensor | Label
 
 @dataclass
 class Read(Facts):
-    """What laws say about a forward.  Nodes are numbered as in the trace.
-
-    uses: by node, the values that it takes there, as (node, output, input), and whose its outputs are
-    by_rule: for some uses, by node and input, the parameters whose rows a layer's rule gives there
-    mixed: the parameters' leaves behind which samples mix, with the node at which they do
-    inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
-    unsure: the parameters of calls whose rules may see other values than autograd
-    links, linked: see `Reader.links`, and of which parameters they are
-    planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
-    nobody has looked
-    """
+    """What laws say about a forward.  Nodes are numbered as in the trace."""
 
     calls: Sequence[Whose | None] = ()
+    # By node, the values that it takes there, as (node, output, input), and whose its outputs are.
     uses: dict[int, tuple[list[tuple[int, int, int]], Whose]] = field(default_factory=dict)
+    # For some uses, by node and input, the parameters whose rows a layer's rule gives there.
     by_rule: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    mixed: dict[int, str] = field(default_factory=dict)
-    inside: dict[int, set[int]] = field(default_factory=dict)
-    unsure: frozenset[str] = frozenset()
-    links: Sequence[Link] = ()
-    linked: set[str] = field(default_factory=set)
-    planned: dict[int, Planned] | None = None
-    takers: Sequence[int] = ()
+    mixed: dict[int, str] = field(default_factory=dict)  # by a parameter's leaf behind which samples mix, where they do
+    inside: dict[int, set[int]] = field(default_factory=dict)  # by node in a call, the parameters whose rows its rule gives
+    unsure: frozenset[str] = frozenset()  # the parameters of calls whose rules may see other values than autograd
+    links: Sequence[Link] = ()  # see `Reader.links`
+    linked: set[str] = field(default_factory=set)  # of which parameters these are
+    planned: dict[int, Planned] | None = None  # by node of a use, what follows from the graph; None until somebody looks
+    takers: Sequence[int] = ()  # the nodes that take a parameter
 
 
 class Reader:
