@@ -35,7 +35,8 @@ class Attention(nn.Module):
 class Packed(nn.Module):
     def __init__(self, leak: str = "") -> None:
         super().__init__()
-        self.words, self.places, self.norm = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
+        self.norm = nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH))
         self.first, self.second, self.head = Attention(leak), Attention(), nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.uses import NodeUse
-from autograd_hacks.support.graph import Value
+from autograd_hacks.support.graph import NEW, Value
+from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
@@ -29,25 +31,31 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
-OWN_HOOKS = [0]
-"""How many hooks the library has registered on nodes and parameters before a pass, of all models."""
-
-
-Handle = TypeVar("Handle")
 NO_NODES = frozenset[Node]()
 
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
 
 
-def hook_counts() -> tuple[int, int]:
-    """How many hooks torch has registered so far, and how many of these are the library's."""
-    return RemovableHandle.next_id, OWN_HOOKS[0]
+def are_new(first: int) -> bool:
+    """Whether a user has registered hooks since torch's count was this."""
+    return bool(NEW) and NEW[-1].id >= first
 
 
-def are_new(before: tuple[int, int]) -> bool:
-    """Whether a user has registered hooks since these counts."""
-    return RemovableHandle.next_id - before[0] != OWN_HOOKS[0] - before[1]
+_OF_CALLS = "torch.nn.modules.module", "torch.optim.optimizer"
+registers, _most = RemovableHandle.__init__, [1000]
+
+
+def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
+    """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
+    registers(handle, hooks, extra_dict=extra_dict)
+    caller = sys._getframe(1)
+    if (by := caller.f_globals.get("__name__")) in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf):
+        return
+    NEW.append(handle)
+    if len(NEW) > _most[0]:
+        NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
+        _most[0] = max(1000, 2 * len(NEW))
 
 
 BEGAN = SimpleNamespace(reduced=frozenset())
@@ -241,12 +249,6 @@ def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:
 
 
 _NONE: dict[int, Returned] = {}
-
-
-def own_hook(handle: Handle) -> Handle:
-    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
-    OWN_HOOKS[0] += 1
-    return handle
 
 
 @contextmanager

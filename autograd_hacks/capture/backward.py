@@ -21,7 +21,6 @@ from autograd_hacks.capture.arrivals import (
     AtOutput,
     AtParameter,
     are_new,
-    hook_counts,
     may_skip,
     own_hook,
     reach_of,
@@ -63,7 +62,7 @@ class Backward:
         self.attached = True  # whether the hooks are on the model; graphs may outlive them
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
-        self.looked = hook_counts()  # when the last forward had ended, or before the first one
+        self.looked = RemovableHandle.next_id  # torch's count of hooks as the last forward ended, or before the first one
         self.watching: Any = None  # over the user's hooks on gradients, once a forward was read: a `Watch`
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
@@ -126,7 +125,7 @@ class Backward:
         return are_new(self.looked)
 
     def has_looked(self) -> None:
-        self.looked = hook_counts()
+        self.looked = RemovableHandle.next_id
 
     def enter(self, task: int) -> Pass:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
@@ -155,7 +154,7 @@ class Backward:
     def _finish(self, ended: Pass) -> None:
         if self.has_new_hooks():
             if self.watching is not None:
-                self.watching.late(self.looked[0])
+                self.watching.late(self.looked)
             self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running = None

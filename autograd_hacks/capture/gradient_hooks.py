@@ -1,11 +1,9 @@
 """The user's hooks on gradients, of tensors, of nodes and of modules.  They stand in no graph, and can move samples.
 
-torch numbers hooks one after the other, so a forward in which none was registered costs nothing.  Those that were registered
-are watched: a hook that only looks is left alone, and one that changes gradient must keep samples apart."""
+Those that are registered while a model is hooked are watched: a hook that only looks is left alone, and one that changes
+gradient must keep samples apart."""
 
-import gc
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,36 +12,28 @@ from types import CellType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.hooks import BackwardHook, RemovableHandle
+from torch.utils.hooks import BackwardHook
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.graph.label import Label, Owned, entries
+from autograd_hacks.graph.label import Label, One, Owned, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
-from autograd_hacks.support.graph import Leaf
-from autograd_hacks.support.internals import current_node, sequence_number
+from autograd_hacks.support.graph import NEW, Leaf
+from autograd_hacks.support.internals import current_node, made, sequence_number
 from autograd_hacks.support.layout import differs, rounding_of
 from autograd_hacks.support.trees import version_of
 
 Labels = Mapping[int, Sequence[Label]]
-"""By a node's number, whose the gradients at its outputs are.  Nodes that aren't there are a part of the loss."""
+"""By a node's number, whose the gradients at its outputs are.  Of others, as a loss's, each row is taken for one's own."""
 
 _OWN = __name__.partition(".")[0] + "."
 
 
 def since(first: int) -> list[tuple[dict[int, Any], int]]:
     """The user's hooks that were registered since a count, as dictionaries that torch calls, and keys."""
-    wanted, found = set(range(first, RemovableHandle.next_id)), list[tuple[dict[int, Any], int]]()
-    for generation in range(3):  # new objects come first
-        for thing in gc.get_objects(generation) if wanted else ():
-            if type(thing) is OrderedDict and thing and not wanted.isdisjoint(thing):
-                keys = wanted.intersection(thing)
-                wanted -= keys
-                found += [(thing, key) for key in keys if not _is_own(thing[key]) and not _is_of_calls(thing)]
-    return found
+    found = ((handle.hooks_dict_ref(), handle.id) for handle in NEW if handle.id >= first)
+    return [(hooks, key) for hooks, key in found if hooks and key in hooks and not _is_own(hooks[key])]
 
 
 def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
@@ -51,17 +41,6 @@ def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
     for hooks_of, _ in hooks:
         for key in [key for key, hook in hooks_of.items() if isinstance(hook, AtOutput | AtNode)]:
             hooks_of[key] = hooks_of.pop(key)
-
-
-_OF_CALLS = {"_forward_hooks", "_global_forward_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_pre_hooks"}
-
-
-def _is_of_calls(hooks: dict[int, Any]) -> bool:
-    """Whether a dictionary of hooks is a module's or an optimizer's, whose calls are no gradients.
-
-    A module's backward hooks are called by others, which it puts on nodes and tensors in each forward."""
-    owners = (owner for owner in gc.get_referrers(hooks) if isinstance(owner, dict | nn.Module | Optimizer))
-    return any(not _OF_CALLS.isdisjoint(owner if isinstance(owner, dict) else vars(owner)) for owner in owners)
 
 
 def _is_own(hook: Any) -> bool:
@@ -78,22 +57,16 @@ class Watch(NamedTuple):
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
-        found: Labels | None = None
         put_last(hooks)
-        for hooks_of, key in hooks:
-            if key in hooks_of and not _is_watched_by(hooks_of[key], self.backward):
-                found = self.labels() if found is None and self.labels is not None else found
-                hooks_of[key] = _Watched(self.backward, hooks_of[key], found, self.samples)
+        new = [(own, key) for own, key in hooks if key in own and not _is_watched_by(own[key], self.backward)]
+        labels = self.labels() if new and self.labels is not None else None
+        for own, key in new:
+            own[key] = _Watched(self.backward, own[key], labels, self.samples)
 
     def late(self, first: int) -> None:
         """Refuses a pass that has ended, in which hooks were registered: they may have changed gradient unseen."""
-        own = self.backward()
-        for hooks_of, key in since(first) if own is not None else ():
-            owners = gc.get_referrers(hooks_of)
-            is_beside = any(
-                isinstance(owner, nn.Module) or (isinstance(owner, Tensor) and owner.is_leaf) for owner in owners
-            )
-            if own is not None and key in hooks_of and not is_beside:
+        for hooks_of, key in since(first):
+            if (own := self.backward()) is not None:
                 own.refuse(
                     f"samples mix, or may: {named(hooks_of[key])} was registered while the pass ran, and may have changed "
                     "gradient unseen. Register it before the pass."
@@ -117,6 +90,10 @@ class _Watched:
     labels: Labels | None
     samples: int
 
+    @property
+    def users(self) -> Callable[..., Any]:
+        return self.hook.users if isinstance(self.hook, _Watched) else self.hook
+
     def __call__(self, *args: Any) -> Any:
         backward = self.backward()
         if backward is None or not backward.hears():
@@ -135,8 +112,6 @@ class _Watched:
             return
         given, found = _tensors(args[0]), _tensors(args[0] if result is None else result)
         values = [(node, n) for n in range(len(node._input_metadata))] if len(args) < 2 else [*node.next_functions]
-        if self.labels is not None and sequence_number(node) not in self.labels:
-            return
         if isinstance(args[0], Tensor) and len(values) > 1:  # which output's it is can be told by its shape only
             own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
             values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
@@ -150,18 +125,21 @@ class _Watched:
         if self._is_of_inputs():
             what, cure = "changes the gradient of a module's inputs", "register x.register_hook on the input"
         backward.refuse(
-            f"samples mix, or may: {named(self.hook)} {what} at {node.name()}. No row is known behind "
+            f"samples mix, or may: {named(self.users)} {what} at {node.name()}. No row is known behind "
             f"it. Let the hook return None, or {cure}; or change .grad after the rows are read."
         )
 
     def _is_of_inputs(self) -> bool:
         """Whether it is a module's full backward hook, which gets gradients of inputs and outputs together."""
-        own = _module_of(self.hook)
-        return own is not None and own.setup_output_hook.__qualname__ not in self.hook.__qualname__
+        own = _module_of(self.users)
+        return own is not None and own.setup_output_hook.__qualname__ not in self.users.__qualname__
 
     def _label(self, node: Any, number: int) -> Label:
-        of_node = (self.labels or {}).get(sequence_number(node), ()) if node is not None else ()
-        return of_node[number] if number < len(of_node) else None
+        if node is None or self.labels is None:
+            return None
+        rows = [on_axis(torch.arange(x.shape[0]), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
+        found = self.labels.get(sequence_number(node), rows)
+        return found[number] if number < len(found) else None
 
     @torch.no_grad()
     def _is_apart(self, args: tuple[Any, ...], given: Sequence[Any], found: Sequence[Any], labels: Sequence[Label]) -> bool:
@@ -172,8 +150,9 @@ class _Watched:
             entries(label, x.shape, self.samples, x.device) if x is not None and isinstance(label, Owned) else None
             for label, x in zip(labels, given)
         ]
+        most = max((int(own.max()) for own in owners if own is not None and own.numel()), default=0)
         with with_random_state(random_state({x.device for x in given if x is not None})):
-            for bit, side in product(range((self.samples - 1).bit_length()), (0, 1)):
+            for bit, side in product(range(most.bit_length()), (0, 1)):
                 kept = [None if own is None else (own.clamp(min=0) >> bit) % 2 == side for own in owners]
                 parts = [x if keep is None else x.where(keep, 0) for x, keep in zip(given, kept)]
                 try:
@@ -187,9 +166,9 @@ class _Watched:
 
     def _again(self, parts: Sequence[Any], args: tuple[Any, ...]) -> Any:
         """What the hook makes of other gradients.  args: those that it was called with"""
-        own = _module_of(self.hook)
+        own = _module_of(self.users)
         if own is None:
-            return self.hook(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
+            return self.users(parts[0] if isinstance(args[0], Tensor) else tuple(parts), *args[1:])
         found: Sequence[Any] = tuple(parts)
         for hook in own.user_pre_hooks:
             found = found if (again := hook(own.module, found)) is None else _tensors(again)
@@ -214,8 +193,7 @@ def _module_of(hook: Any) -> BackwardHook | None:
 
 def named(hook: Any) -> str:
     """A hook, as text for messages."""
-    while isinstance(hook, _Watched):
-        hook = hook.hook
+    hook = hook.users if isinstance(hook, _Watched) else hook
     own, of = _module_of(hook), ""
     if own is not None:
         hooks: Any = [*own.user_pre_hooks, *own.user_hooks]

@@ -23,12 +23,12 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, may_skip, noted, on_node
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.support.graph import CHECKPOINT, Leaf
+from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf
 from autograd_hacks.support.internals import dispatch_modes, is_transformed, made, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -88,12 +88,13 @@ def attach(backward: Backward) -> None:
     """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
     _HOOKED.add(backward)
     torch.autograd.backward = _backward
+    RemovableHandle.__init__ = noting  # type: ignore[assignment,method-assign]
     if not (backward.wants_grad or _HANDLES):
         _HANDLES.append(register_optimizer_step_post_hook(_stepped))
 
 
 def detach(backward: Backward) -> None:
-    """Restores torch's own function after the last model.
+    """Restores torch's own functions after the last model.
 
     Must not run while a model is garbage-collected, because torch may be iterating over its hooks then."""
     _HOOKED.discard(backward)
@@ -101,6 +102,8 @@ def detach(backward: Backward) -> None:
         _HANDLES.pop().remove()
     if not _HOOKED and torch.autograd.backward is _backward:
         torch.autograd.backward = _plain
+        RemovableHandle.__init__ = registers  # type: ignore[method-assign]
+        NEW.clear()
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
@@ -133,16 +136,16 @@ def _backward(
 ) -> None:
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
-    roots, asked = [node for node in nodes if node is not None], None
-    is_usual = inputs is None and not create_graph and Switch.on() and current_task() == NO_TASK
-    if is_usual and not (is_transformed() or dispatch_modes()):
-        asked = _asked(roots)
+    roots, asked, hooks = [node for node in nodes if node is not None], None, []
     if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
-        hooks = since(min(own.looked[0] for own in watching))
+        hooks = since(min(own.looked for own in watching))
         for own in watching:
             if own.watching is not None:
-                own.watching.over([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked[0]])
+                own.watching.over([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
+    is_usual = inputs is None and not (create_graph or hooks) and Switch.on() and current_task() == NO_TASK
+    if is_usual and not (is_transformed() or dispatch_modes()):
+        asked = _asked(roots)
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
@@ -164,7 +167,7 @@ def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
 def _asked(roots: Iterable[Node]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
     known = [own for own in _HOOKED if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
-    met = [one for own in known if not own.has_new_hooks() for one in [*own.met.values()]]
+    met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None
     uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])

@@ -38,7 +38,7 @@ class Ran:
     ends: frozenset[Node] = frozenset()  # the nodes that made the arguments: nothing before them belongs to this forward
     known: Known | None = None  # what was known as it began; None if its graph isn't to be read
     began: int = 0  # torch's number of the first node that it could make
-    hooks_before: tuple[int, int] = 0, 0  # the counts of hooks as it began
+    hooks_before: int = 0  # torch's count of hooks as it began
     users_hooks: UsersHooks = ()  # on gradients, that were registered since
     modules: Sequence[nn.Module] = ()  # whose own parameters and buffers are used
     trained: Callable[[], Mapping[str, Tensor]] = dict  # returns the trainable parameters by name

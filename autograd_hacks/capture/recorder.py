@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import Returned, are_new, hook_counts
+from autograd_hacks.capture.arrivals import Returned, are_new
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
@@ -120,6 +121,8 @@ class Recorder:
             return
         self.forward.running = None
         self.backward.is_silent = False  # a Function's backward may have failed
+        if (watching := self.backward.watching) is not None and self.backward.has_new_hooks() and not self.backward.answered:
+            watching.over(since(self.backward.looked))  # no pass has watched them
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -132,7 +135,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        ran.hooks_before, ran.began = hook_counts(), next_node()
+        ran.hooks_before, ran.began = RemovableHandle.next_id, next_node()
         before = self.tape
         self._stop()
         if self.kinds.independent and ran.known is not None:
@@ -182,7 +185,7 @@ class Recorder:
         ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
-        ran.users_hooks = since(ran.hooks_before[0]) if are_new(ran.hooks_before) else []
+        ran.users_hooks = since(ran.hooks_before) if are_new(ran.hooks_before) else []
         put_last(ran.users_hooks)
         with plainly_saved():
             self._end(path, model, ran)

@@ -266,7 +266,7 @@ class NodeUse(Use):
             return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex():
             taken = Value(*node.next_functions[value.place])  # type: ignore[arg-type]  # it has a graph
-            form = form if dtype_of(taken).is_complex else Dense(form.dense().real)
+            form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(dtype))
         if form is not None and self.documents is not None:
             return self.documents.rows(form)
         return form if form is None or labels is None else gathered(form, labels, samples)

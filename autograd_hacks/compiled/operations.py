@@ -135,7 +135,7 @@ def _of_output(labels: Labels, node: fx.Node, axes: Axes, o: int, outs: Sequence
         others = []
     ins = [x for x in ins if x not in others]  # laws are of what may have a gradient
     numbers = {key: number(given[key]) for key in axes.reads if key in given}
-    links = axes.links(o, outs, [None if x is None else shape(x) for x in ins], numbers)
+    links = axes.links(o, outs, [None if x is None else shape(x) for x in ins], numbers) or []
     owned, lost = list[At](), dict[fx.Node, At]()
     for k, x in enumerate(ins):
         if x is None or (at := labels[x]) is None:

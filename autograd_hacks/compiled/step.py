@@ -38,7 +38,7 @@ from autograd_hacks.errors import (
     UnseenGradient,
     UnsupportedOperation,
 )
-from autograd_hacks.extending import ANNOUNCED, BatchDim, Uncompiled, assumed, clip_weights, has_processes
+from autograd_hacks.extending import ANNOUNCED, BatchDim, Uncompiled, assumed, clip_weights, has_processes, some
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.batch import Batch
@@ -282,6 +282,11 @@ class CompiledStep(nn.Module):
                 "compile(model, 'clip_and_noise') does not support several processes: each would add noise, and the sum "
                 "would have another deviation. Use 'clip' and add the noise once; or use add_hooks and clip_and_noise_."
                 + ON_COMPILING
+            )
+        if old := [name for name, p in self._named.items() if p.requires_grad and p.grad is not None and p.grad.any()]:
+            raise ValueError(
+                f"compile(model, 'clip_and_noise') found gradient in .grad of {some(old)}, to which autograd would add the "
+                "private one. Call zero_grad() before each step." + ON_COMPILING
             )
         multiplier, bound, expected = (
             float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")

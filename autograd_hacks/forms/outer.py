@@ -71,7 +71,7 @@ class Outer(Paired):
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
         else:  # the matrix kernel multiplies by it at no cost
-            nothing = left.new_zeros(()) if target is None else target
+            nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return rows.contiguous().view(self.samples, *self.shape) if out is None else out
 

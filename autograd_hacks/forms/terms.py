@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
+from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, counted, gathered
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.lookup import Lookup
@@ -199,10 +199,12 @@ def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int)
     x: M I    g: M O    ends: E    owners: M, the sample of each position
     """
     parts, begin, shape = dict[tuple[int, int], Form](), 0, torch.Size((len(ends), x.shape[1], g.shape[1]))
-    for expert, end in enumerate(ends.tolist()):
+    experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=ends.device), right=True)
+    counts = counted(experts * samples + owners, samples * (len(ends) + 1)).view(-1, samples)[:-1]  # by expert and sample
+    for expert, (end, most) in enumerate(torch.stack([ends.long(), counts.amax(1)], 1).tolist()):  # the host asks once
         if end > begin:
             rows = slice(begin, end)
             own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)
-            parts[expert, expert + 1] = gathered(own, owners[rows], samples)
+            parts[expert, expert + 1] = gathered(own, owners[rows], samples, most)
         begin = end
     return Placed(parts, shape) if parts else Zero(samples, shape, g)

@@ -49,12 +49,15 @@ def matrix_product(met: Met, names: Sequence[str | None]) -> Form | None:
     return Outer(g, x, met.shape)
 
 
-def batched_product(met: Met) -> Form | None:
-    """y[b] = x[b] W[b] or W[b] x[b], with the samples on an axis of the other matrix."""
-    on_right = met.place == 1
+def batched_product(met: Met, names: Sequence[str | None]) -> Form | None:
+    """y[b] = x[b] W[b] or W[b] x[b], with the samples on an axis of the other matrix.  names: see `matrix_product`"""
+    if (name := names[met.place]) is None:
+        return met.summed(met.grad_times("beta"))
+    on_right = met.place == len(names) - 1
     if met.layout.axis != (1 if on_right else 2):
         return None
-    x, g = met.first(met.kept("self" if on_right else "mat2")).conj(), met.first(met.grad)
+    x = met.first(met.kept(next(n for n in names if n not in (None, name)))).conj()
+    g = met.first(met.grad_times("alpha") if len(names) > 2 else met.grad)
     if met.layout.fold:  # (N, B, T, ·), or (N, B, ·, T)
         return Dense(x.mT @ g if on_right else g @ x.mT)
     return Dense(x[..., :, None] * g[..., None, :] if on_right else g[..., :, None] * x[..., None, :])

@@ -1,6 +1,6 @@
 """What a formula gets: the operands by name, of a node of autograd's graph or of a layer's call, and the gradient."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -43,12 +43,15 @@ class Met:
         """A tensor with the gradient's layout, with samples first: N ..."""
         return self.layout.samples_first(x, self.samples)
 
-    def summed(self, x: Tensor) -> Form | None:
-        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there."""
-        axis, fold, missing = self.layout.axis, self.layout.fold, x.ndim - len(self.shape)
+    def summed(self, x: Tensor, shape: Sequence[int] | None = None) -> Form | None:
+        """x: of the gradient's shape.  Each entry is added to the entry of the value that was broadcast there.
+
+        shape: the value's, with axes that it hasn't"""
+        shape = tuple(self.shape if shape is None else shape)
+        axis, fold, missing = self.layout.axis, self.layout.fold, x.ndim - len(shape)
         if not (axis or fold) and missing > 0 and x.shape[missing:] == self.shape:  # the usual case
             return Dense(x if missing == 1 else x.sum(tuple(range(1, missing))))
-        sizes = (1,) * missing + self.shape
+        sizes = (1,) * missing + shape
         end = axis + (2 if fold == POSITIONS else 1)  # of the samples' axes
         if sizes[axis:end] not in ((1,), (1, 1)):
             return None  # the value has an entry for each sample
@@ -65,11 +68,8 @@ class Met:
 
     def by_channel(self, x: Tensor) -> Form | None:
         """x: N C *T.  The same for a value of shape C."""
-        if self.layout.axis or self.layout.fold == POSITIONS:
-            return None
-        rows, channel = self.first(x), 2 if self.layout.fold else 1
-        over = [n for n in range(1, rows.ndim) if n != channel]
-        return Dense(rows.sum(over) if over else rows)
+        is_usual = not self.layout.axis and self.layout.fold != POSITIONS
+        return self.summed(x, (*self.shape, *[1] * (x.ndim - 2))) if is_usual else None
 
     def added_up(self, form: Form) -> Form:
         """form: of M rows, where M is N·T, T·N or N"""

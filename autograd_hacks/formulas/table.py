@@ -17,6 +17,7 @@ from autograd_hacks.formulas.conv import conv, padded
 from autograd_hacks.formulas.embedding import embedding, embedding_bag, indexed, table
 from autograd_hacks.formulas.met import Formula, Met, of_layer
 from autograd_hacks.formulas.recurrent import cell, count_sequences, recurrent
+from autograd_hacks.support.graph import USUAL
 from autograd_hacks.support.layout import POSITIONS
 
 
@@ -132,7 +133,8 @@ NODES: dict[str, Formula] = {
     "AddmmBackward0": partial(matrices.matrix_product, names=(None, "mat1", "mat2")),
     "MmBackward0": partial(matrices.matrix_product, names=("self", "mat2")),
     "MvBackward0": partial(matrices.matrix_product, names=("self", "vec")),
-    "BmmBackward0": matrices.batched_product,
+    "BmmBackward0": partial(matrices.batched_product, names=("self", "mat2")),
+    "BaddbmmBackward0": partial(matrices.batched_product, names=(None, "batch1", "batch2")),
     "MulBackward0": lambda met: met.summed(met.grad * met.kept("self" if met.place else "other").conj()),
     "AddBackward0": lambda met: met.summed(met.grad_times("alpha") if met.place else met.grad),
     "SubBackward0": lambda met: met.summed(-met.grad_times("alpha") if met.place else met.grad),
@@ -149,6 +151,7 @@ NODES: dict[str, Formula] = {
     "NativeGroupNormBackward0": _of_weights(partial(norms.group_norm, normal=partial(norms.by_groups, number="group"))),
     "NativeBatchNormBackward0": _of_weights(norms.batch_norm),
 }
+NODES |= {own: NODES[usual] for own, usual in USUAL.items() if usual in NODES}
 """{node name: formula}"""
 
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": matrices.grouped_product}

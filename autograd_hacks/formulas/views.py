@@ -85,6 +85,11 @@ def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
     return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
 
 
+def multiplied(form: Form, factor: Tensor) -> Form:
+    """The rows, in the factor's shape, times it."""
+    return Dense(rows_of(form).reshape(form.samples, *factor.shape) * factor)
+
+
 def _swap(b: Before) -> Step:
     dims = (0, 1) if b.kind == "TBackward0" else (b.axis("dim0"), b.axis("dim1"))
     return partial(transposed, dims=dims, shape=b.shape)
@@ -201,7 +206,8 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
 
 def _resized(b: Before, back: Callable[..., Tensor]) -> Step:
     """Values between those of a grid: of B images with C channels, of which each is resized alone."""
-    settings, shape, made = [b.kept(name) for name in ("align_corners", "scales_h", "scales_w")], b.shape, b.made
+    scales = ("scales_h", "scales_w") if len(b.made) == 4 else ("scales",)
+    settings, shape, made = [b.kept(name) for name in ("align_corners", *scales)], b.shape, b.made
     if made == shape and not any(settings[1:]):  # each value is that of its own place
         return lambda form: form
 
@@ -245,6 +251,13 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
+    "ReluBackward0": partial(_slope, of=lambda k: k("result") > 0),
+    "SoftplusBackward0": partial(
+        _slope, of=lambda k: torch.where((x := k("self") * k("beta")) > k("threshold"), 1, x.sigmoid())
+    ),
+    "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
+    "ClampBackward1": partial(_slope, of=lambda k: k("self") == k("self").clamp(k("min"), k("max"))),
+    "UpsampleLinear1DBackward0": partial(_resized, back=torch.ops.aten.upsample_linear1d_backward),
     "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),
     "UpsampleBicubic2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bicubic2d_backward),
 }

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autograd_hacks.graph.label import ALONE, MIX, Links, Shape, Shapes, Sizes
-from autograd_hacks.support.graph import signed
+from autograd_hacks.support.graph import OF_DEVICES, signed
 
-Rule = Callable[..., "list[Links]"]
-"""``rule(sizes, **numbers)``: the links of each input to the output of which `Sizes` tell."""
+Rule = Callable[..., "list[Links] | None"]
+"""``rule(sizes, **numbers)``: the links of each input to the output of which `Sizes` tell; None if values say them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Axes:
     reads: tuple[str, ...] = ()
     multiplies: bool = False
 
-    def links(self, o: int, outs: Shapes, ins: Shapes, numbers: Mapping[str, Any]) -> Sequence[Links]:
+    def links(self, o: int, outs: Shapes, ins: Shapes, numbers: Mapping[str, Any]) -> Sequence[Links] | None:
         """For each axis of each input the axis of output number o with which it is walked in step."""
         if self.rule is None:
             return [broadcast(outs[o] or (), own) for own in ins]
@@ -46,7 +46,8 @@ AXES: dict[str, Axes] = {}
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        AXES.update(dict.fromkeys(names.split(), Axes(rule, tuple(reads.split()), multiplies)))
+        every = [own for name in names.split() for own in (name, *OF_DEVICES.get(name, ()))]
+        AXES.update(dict.fromkeys(every, Axes(rule, tuple(reads.split()), multiplies)))
         return rule
 
     return enter
@@ -316,9 +317,8 @@ def _(sizes: Sizes, normalized_shape: Shape) -> list[Links]:
 
 
 @axes(
-    """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional cudnn_batch_norm miopen_batch_norm
-    _batch_norm_with_update _batch_norm_with_update_functional
-    batch_norm_backward native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward""",
+    """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
+    _batch_norm_with_update_functional batch_norm_backward native_batch_norm_backward""",
     reads="training train update",
 )
 def _(sizes: Sizes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
@@ -357,7 +357,7 @@ for _last, _names in (
     (2, """avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d
         mkldnn_adaptive_avg_pool2d fractional_max_pool2d max_unpool2d upsample_bilinear2d _upsample_bilinear2d_aa
         upsample_bicubic2d _upsample_bicubic2d_aa _upsample_lanczos2d_aa upsample_nearest2d _upsample_nearest_exact2d
-        reflection_pad2d replication_pad2d"""),
+        reflection_pad2d replication_pad2d affine_grid_generator cudnn_affine_grid_generator"""),
     (3, """avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices mkldnn_max_pool3d
         fractional_max_pool3d max_unpool3d upsample_trilinear3d upsample_nearest3d _upsample_nearest_exact3d
         reflection_pad3d replication_pad3d pixel_shuffle pixel_unshuffle"""),
@@ -395,6 +395,23 @@ def _(sizes: Sizes) -> list[Links]:
         return [*before, *[ALONE if is_shared else MIX] * 2] if len(own) > 1 else [MIX] * len(own)
 
     return [of(s or ()) for s in sizes.ins]
+
+
+@axes("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+def _(sizes: Sizes) -> list[Links]:
+    """Gates and states, N C, and biases."""
+    return [(0, MIX) if len(s or ()) == 2 else (ALONE,) * len(s or ()) for s in sizes.ins]
+
+
+@axes("_cudnn_rnn miopen_rnn", reads="batch_first")
+def _(sizes: Sizes, batch_first: bool = False) -> list[Links] | None:
+    """Sequences, T N C or N T C, weights, and states, L N C; or packed sequences."""
+    given, batch = [int(not batch_first), *[1] * (len(sizes.ins) - 1)], int(not (batch_first and sizes.o == 0))
+    links: list[Links] = [
+        [batch if d == k else MIX for d in range(3)] if len(s or ()) == 3 else [ALONE] * len(s or ())
+        for k, s in zip(given, sizes.ins)
+    ]
+    return links if len(sizes.outs[0] or ()) == 3 else None
 
 
 @axes("mkldnn_rnn_layer")

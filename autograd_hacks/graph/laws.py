@@ -24,7 +24,6 @@ from autograd_hacks.graph.label import (
     SUM,
     Entries,
     Label,
-    Links,
     One,
     Owned,
     Several,
@@ -73,10 +72,6 @@ class Kind:
     def is_entrywise(self) -> bool:
         """Whether each entry of its output is made of one entry of each input."""
         return self.entry is not None and self.entry.rule is None
-
-    def links(self, o: int, outs: Shapes, ins: Shapes, values: Any) -> Sequence[Links]:
-        """See `Axes`; values: those of its numbers."""
-        return [] if self.entry is None else self.entry.links(o, outs, ins, self.named(values))
 
     def named(self, values: Any) -> dict[str, Any]:
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
@@ -174,8 +169,7 @@ def law_of(
         return Answer([None if own is None else several for own in ins])
     if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
         return Answer([None if own is None else first for own in ins])
-    if kind.entry is not None:
-        found = _by_entry(kind, numbers, labels, outs, ins, alone, samples)
+    if kind.entry is not None and (found := _by_entry(kind, numbers, labels, outs, ins, alone, samples)) is not None:
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
@@ -224,12 +218,14 @@ def _by_move(
 
 def _by_entry(
     kind: Kind, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool], samples: int
-) -> list[Label]:
+) -> list[Label] | None:
     found: list[Label] = [None] * len(ins)
     for o, label in enumerate(labels):
         if not isinstance(label, Owned):
             continue
-        links = kind.links(o, outs, ins, numbers)
+        links = kind.entry.links(o, outs, ins, kind.named(numbers)) if kind.entry else None
+        if links is None:
+            return None
         for k, own in enumerate(ins):
             if own is not None:
                 # Rows of which samples a use has is said at the node's output.

@@ -58,7 +58,7 @@ def move(names: str, reads: str = "", by_values: bool = False) -> Callable[[Law]
 
 def by_axes(name: str, label: Owned, sizes: Sizes, **numbers: Any) -> list[Label]:
     """The labels of an operation's inputs by its entry in `AXES`."""
-    return [linked(label, links, own or ()) for links, own in zip(AXES[name].links(*sizes[:3], numbers), sizes.ins)]
+    return [linked(label, links, own or ()) for links, own in zip(AXES[name].links(*sizes[:3], numbers) or (), sizes.ins)]
 
 
 @move("view _unsafe_view _reshape_alias _mkldnn_reshape _reshape_copy reshape unflatten flatten")

@@ -8,7 +8,7 @@ judged like any other; a last call, with all samples, shows whether the node is 
 calls gets nothing *in this forward*: an operand may be zero today.
 
 Two calls are enough to see that a supposed answer is right (`confirmed`): that of an equal graph, or that the samples stay
-on their axis.
+on their axis.  One is, to see that a node does what it did in an earlier forward (`shown`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, Owned, Several, entries, tidied
+from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made, shape_of
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
+WIDE = (torch.float32, torch.float64)
 ROUNDING = 2**12
 """How far the samples' parts may be from the whole, in units in the last place of the largest entry."""
 
@@ -91,13 +93,7 @@ def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: i
     differs, too.
     """
     given = [own for own in zip(made(node), outs) if own[1] is not None]
-    is_wide = all(like.dtype in (torch.float32, torch.float64) and 0 < math.prod(like.shape) < 2**24 for like, _ in given)
-    if (
-        not is_wide
-        or not any(isinstance(own, Owned) for own in ins)
-        or node.name() == CHECKPOINT
-        or current_task() != NO_TASK
-    ):
+    if not _is_exact(node, outs) or not any(isinstance(own, Owned) for own in ins):
         return False
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
         found = [
@@ -120,6 +116,28 @@ def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: i
     return True
 
 
+def shown(node: Any, outs: Sequence[Label]) -> list[int] | None:
+    """Numbers that tell what a node makes of random gradients; None if they may not tell all of it.  Raises CannotAsk.
+
+    What is linear and makes the same of these does the same to all: equal numbers mean equal labels.
+    """
+    if is_users(node) or not _is_exact(node, outs):
+        return None
+    with torch.no_grad(), Switch.paused_here():
+        found = _ask(node, [None if x is None else _drawn(like) for like, x in zip(made(node), outs)])
+        there = [x for x in found if x is not None]
+        if any(x.dtype not in WIDE or x.device.type not in ("cpu", "cuda") for x in there):
+            return None
+        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) for x in there]
+
+
+def _is_exact(node: Any, outs: Sequence[Label]) -> bool:
+    """Whether products of what the node gets and makes have enough digits to be compared to the last bit."""
+    given = [like for like, label in zip(made(node), outs) if label is not None]
+    is_wide = all(like.dtype in WIDE and 0 < math.prod(like.shape) < 2**24 for like in given)
+    return is_wide and node.name() != CHECKPOINT and current_task() == NO_TASK
+
+
 _BITS = 6
 """So many binary digits of a sample's number one call distinguishes: by 0 and powers of two from 2 ** -31 to 2 ** 31."""
 
@@ -135,15 +153,21 @@ def _factors(samples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
     """Random gradients times each sample's factor."""
+    factors = _factors(samples, like.dtype, like.device)[number]
+    return _drawn(like) * factors[entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
+
+
+def _drawn(like: Any, seed: int = 0) -> Tensor:
+    """Random numbers of a shape."""
     count = math.prod(like.shape)
-    draws = _draws(1 << (count - 1).bit_length(), like.dtype, like.device)[:count].view(tuple(like.shape))
-    return draws * _factors(samples, like.dtype, like.device)[number][entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
+    draws = _draws(1 << (count - 1).bit_length(), like.dtype, like.device, seed)
+    return draws[:count].view(tuple(like.shape))
 
 
 @lru_cache(maxsize=8)
-def _draws(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _draws(count: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Random numbers of absolute value 1 to 2."""
-    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return torch.where(draws < 0.5, -1 - draws, draws + 1).to(device)
 
 
@@ -165,7 +189,8 @@ def _half(given: tuple[Tensor, Tensor] | None, digit: int, half: int) -> Tensor 
 
 def _ask(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     try:
-        found = call_node(node, grads)
+        with without_autocast([x for x in grads if x is not None]):  # as most passes run
+            found = call_node(node, grads)
     except Exception as error:  # a user's Function may raise anything for other gradients than its own
         raise CannotAsk(f"its backward raised {type(error).__name__}: {error}") from error
     ahead = node.next_functions

@@ -78,6 +78,7 @@ class Walk:
     mixed: the leaves of parameters that lie behind a mix
     read: the saved values on which labels rest, each with its node and its name there
     asked: the nodes that were asked, with the labels at their outputs and inputs, which hold for this forward alone
+    shown: by the number of such a node, what it showed in a later forward; None if that is another thing in each
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
@@ -94,6 +95,7 @@ class Walk:
     mixed: set[int] = field(default_factory=set)
     read: list[tuple[int, str, Any]] = field(default_factory=list)
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
+    shown: dict[int, list[int] | None] = field(default_factory=dict)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
     of_parameters: list[bool] = field(default_factory=list)

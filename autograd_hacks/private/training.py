@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -14,7 +16,16 @@ from torch import Tensor
 
 from autograd_hacks import add_hooks, backward, clear_backprops
 from autograd_hacks.errors import ON_PRIVATE
-from autograd_hacks.extending import BatchDim, Hooked, check_module, check_state, has_processes, recorder_of, spread_of
+from autograd_hacks.extending import (
+    BatchDim,
+    Hooked,
+    check_module,
+    check_state,
+    has_processes,
+    leaves_of,
+    recorder_of,
+    spread_of,
+)
 from autograd_hacks.private.accounting import Accountant, History, noise_for, spent
 from autograd_hacks.private.bounds import QuantileClip
 from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_, together
@@ -22,6 +33,7 @@ from autograd_hacks.private.noise import SecureNoise, seed_of
 from autograd_hacks.private.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.private.stepping import NoisyGrads, check_accumulation, check_optimizers
 from autograd_hacks.support.draws import Secret
+from autograd_hacks.support.internals import tree_leaves
 from autograd_hacks.support.ranges import check_bound, checked
 
 
@@ -50,7 +62,7 @@ class PrivateTraining:
     steps: how many steps may spend ``epsilon``
     seed: for tests only, because whoever knows or guesses the seed can remove the noise; by default 128 random bits of the
     operating system. A seed below 2⁶⁴ warns. A larger one protects only if drawn at random, as by ``secrets.randbits(128)``.
-    A copy of the training, also by pickle, draws a seed of its own; only `state_dict` keeps it
+    A copy of the training, also by pickle or fork, draws a seed of its own; only `state_dict` keeps it
     secure: draw noise by `SecureNoise`, which can't be repeated
     accountant: the class of the accountant. ``opacus.accountants.RDPAccountant`` is the default; ``PRVAccountant`` and
     dp-accounting's are tighter
@@ -114,7 +126,18 @@ class PrivateTraining:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, with another seed: noise that two trainings share cancels in their difference."""
-        return vars(self) | {"_seed": seed_of(None)}
+        return vars(self) | {"_drawn": (-1, 0)}
+
+    @property
+    def _seed(self) -> int:
+        """Another one in each process, so that forks share no noise either."""
+        if self._drawn[0] != os.getpid():
+            self._seed = seed_of(None)
+        return self._drawn[1]
+
+    @_seed.setter
+    def _seed(self, seed: int) -> None:
+        self._drawn = os.getpid(), seed
 
     @property
     def steps(self) -> int:
@@ -241,10 +264,26 @@ class PrivateTraining:
         """Runs the backward pass of a micro-batch.
 
         losses: N losses, one for each sample    scaler: the GradScaler that scales them
+
+        Raises ValueError if gradient would arrive at parameters that aren't the attached model's: it would get no noise.
         """
+        self._check_leaves(losses)
         scaled = losses if scaler is None else scaler.scale(losses)
         self._scale = 1.0 if scaler is None else scaler.get_scale()
         backward(scaled, "sum")
+
+    def _check_leaves(self, losses: Tensor) -> None:
+        if self._model is None:
+            raise RuntimeError("backward(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
+        record, leaves = recorder_of(self._model).record, leaves_of(losses) if isinstance(losses, Tensor) else []
+        given = [x() for x in tree_leaves(record.arguments) if isinstance(x, weakref.ref)]
+        known = set(map(id, (*record.own_among(leaves), *self._model.parameters(), *given)))
+        if others := [tuple(leaf.shape) for leaf in leaves if id(leaf) not in known]:
+            raise ValueError(
+                f"backward(): the losses use {len(others)} parameters outside of the attached model, of shapes "
+                f"{others[:3]}, which would get gradient without clipping and noise. Attach one module that holds all, such "
+                "as the model and a criterion, or freeze them." + ON_PRIVATE
+            )
 
     @checked(ON_PRIVATE)
     def step(self, scale: float | Tensor | None = None, scaler: torch.amp.GradScaler | None = None) -> PrivateStep | None:

@@ -118,12 +118,12 @@ class Batch:
         kept: N, the samples that are not replaced
         shift: selects the replacements, another number each time
         by_list: whether samples are the items of lists
-        count: for so many samples instead, the same ones again and again
+        count: for so many samples instead, from the second one on, again and again
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
         donors = every.where(kept, choices[(every + shift) % len(choices)])
-        donors = donors if count is None else torch.arange(count, device="cpu") % samples
+        donors = donors if count is None else torch.arange(1, count + 1, device="cpu") % samples
         if by_list:
             args, kwargs = self.arguments()
             order = donors.tolist()

@@ -23,7 +23,6 @@ from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS, directions
 from autograd_hacks.forms.factored import Factored
-from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.table import is_given
 from autograd_hacks.formulas.views import STEPS
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products, without_autocast
@@ -63,7 +62,6 @@ class _Compared(NamedTuple):
     known: str  # its name in the record
     unit: float  # the tolerance
     told: Sequence[Told]  # what gives its rows
-    received: Tensor | float | None  # see `received_by`; None where the host may ask at once
     parts: Sequence[Tensor]  # the terms of each use
     is_new: bool  # whether some are compared for the first time
 
@@ -97,8 +95,7 @@ class Certificate:
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
         is_new = any(use.within.is_new(known) for use, _, _ in told)
-        one = _Compared(name, known, unit, told, None if looks_free(form.like) else _received(told), terms, is_new)
-        self._found.setdefault(key, []).append((one, own, total, at[1]))
+        self._found.setdefault(key, []).append((_Compared(name, known, unit, told, terms, is_new), own, total, at[1]))
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
@@ -133,9 +130,6 @@ class Certificate:
             device = apart[0].device
             differences = torch.cat([x.to(device) for x in apart]).abs()
             length = torch.cat([x.to(device) for x in lengths]) * (2 / PAIRS) ** 0.5  # as long as both
-            if any(own.received is not None for own in compared):
-                given = [0.0 if own.received is None else own.received for own in compared]
-                length += 2 * torch.stack([torch.as_tensor(x, device=device) for x in given])
             most = differences.amax(1)
             # Of infinite gradients nothing is known.
             for n, relative in enumerate((most / length).nan_to_num(0.0).tolist()):
@@ -158,11 +152,10 @@ class Certificate:
         """Whether a difference is no more than what torch loses in sums over positions.
 
         apart: the largest one along a direction    length: with which it was compared"""
-        if own.received is not None:
-            return False
         # The first one, the length of one use's gradient, is less and takes far less time.
-        received = (float(of(own.told)) for of in (lambda told: torch.linalg.vector_norm(told[0][1].first), _received))
-        if any(not apart > own.unit * (length + 2 * more) for more in received):
+        shorter, forms = partial(torch.linalg.vector_norm, own.told[0][1].first), [form for _, _, form in own.told]
+        longer = partial(received_by, forms, [(use, grads, 1.0) for use, grads, _ in own.told])
+        if any(not apart > own.unit * (length + 2 * float(more())) for more in (shorter, longer)):
             return True
         # Equal terms, added up one by one, are all rounded to the same side.
         terms = torch.cat([*own.parts], 1)
@@ -177,10 +170,6 @@ def note_compared(known: str, told: Sequence[Told]) -> None:
     for use, _, _ in told:
         if use.within.compared is not None and use.within.is_new(known):
             use.within.compared.add(known)
-
-
-def _received(told: Sequence[Told]) -> Tensor | float:
-    return received_by([form for _, _, form in told], [(use, grads, 1.0) for use, grads, _ in told])
 
 
 def _added(grads: OutputGrads, form: Form) -> float:

@@ -7,6 +7,7 @@ rows are compared with gradient in each step."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.formulas.table import NODES
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.walk import Walk
-from autograd_hacks.support.graph import is_packed
+from autograd_hacks.support.graph import USUAL, is_packed, spelt
 from autograd_hacks.support.internals import RAW, SAVED, address_of, without_subclasses
 
 SAME, COPY, UNKNOWN = "same", "copy", "unknown"
@@ -38,7 +39,8 @@ Taken = tuple[str, Any, Any]
 class _Kind(NamedTuple):
     """A kind of nodes that layers are.
 
-    layer: their type    raw: reads what it saves of the argument    settings: reads those that rules take from the layer
+    layer: their type    raw: reads what it saves of the argument
+    settings: those that rules take from the layer: their names, and what reads them
     places: the numbers of its inputs, by the parameters' names in the layer, and of the argument as x
     others: the names of what else it saves as it is, of the layer's buffers and the call's arguments
     usual: the only settings that rules know
@@ -46,15 +48,14 @@ class _Kind(NamedTuple):
 
     layer: type[nn.Module]
     raw: Callable[[Any], Any]
-    settings: Callable[[Any], Any]
+    settings: Any
     places: Mapping[str, int]
     others: Sequence[str] = ()
     usual: Any = None
 
 
 def _kind(layer: Any, argument: str, settings: str = "", *more: Any, **places: int) -> _Kind:
-    read = attrgetter(*(SAVED + name for name in settings.split())) if settings else lambda node: None
-    return _Kind(layer, attrgetter(RAW + argument), read, places or {"x": 0, "weight": 1, "bias": 2}, *more)
+    return _Kind(layer, attrgetter(RAW + argument), settings.split(), places or {"x": 0, "weight": 1, "bias": 2}, *more)
 
 
 _KINDS = {
@@ -74,6 +75,13 @@ _KINDS = {
 }
 
 
+@cache
+def _kind_of(node: type) -> _Kind | None:
+    kind = _KINDS.get(USUAL.get(node.__name__, node.__name__))
+    names = [] if kind is None else [SAVED + spelt(node, name) for name in kind.settings]
+    return kind and kind._replace(settings=attrgetter(*names) if names else lambda node: None)
+
+
 def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -> tuple[Any, int, list[str]]:
     """The value behind some kinds of nodes, and the kinds that were passed."""
     (node, number), passed = value, list[str]()
@@ -85,10 +93,8 @@ def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -
 
 def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
     """What the node of a layer's call takes; None for unknown kinds of nodes."""
-    layer = known.layer
-    if type(node).__name__ in _COPIES:
-        node, *_ = _behind((node, 0), _COPIES)
-    kind = _KINDS.get(type(node).__name__)
+    layer, (node, *_) = known.layer, _behind((node, 0), _COPIES)
+    kind = _kind_of(node.__class__)
     if kind is None or hook.live is None or known.is_given or not isinstance(layer, kind.layer):
         return None
     raw, (args, kwargs) = kind.raw(node), hook.live
@@ -125,8 +131,8 @@ def is_fed(noted: Noted, taken: Taken | None) -> bool:
         return False
     ((output, hook),) = noted.hooks
     main, *_ = _behind((output, 0), _COPIES)
-    kind = _KINDS[type(main).__name__]
-    if kind.usual not in (None, taken[2]) or not kind.places.keys() >= set(known.locals):
+    kind = _kind_of(main.__class__)
+    if kind is None or kind.usual not in (None, taken[2]) or not kind.places.keys() >= set(known.locals):
         return False
     for local, p, _ in known.wanted:
         leaf, _, passed = _behind(main.next_functions[kind.places[local]], (_CAST, _TURN))

@@ -115,8 +115,8 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
             along = set(varying(label)) if isinstance(label, Owned) else set()
             if None in edges and along - {axis % max(1, len(outs[o] or ()))}:
                 return True
-            links = kind.links(o, outs, ins, trace.numbers[k]) if along and kind.entry is not None else []
-            if any(is_own and along.intersection(own_links) for is_own, own_links in zip(own, links)):
+            links = kind.entry.links(o, outs, ins, kind.named(trace.numbers[k])) if along and kind.entry else None
+            if any(is_own and along.intersection(own_links) for is_own, own_links in zip(own, links or ())):
                 return True
     return False
 
@@ -266,8 +266,9 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> 
         return untold, why
     walk = reader.walked_again(labels, documents.count)
     for k, names in _takers(ran, reader, found).items():
-        for label, shape in zip(walk.labels[k], reader.trace.shapes[k]):
-            by_sizes = (documents.owners(shape, where, documents.ids.device) for where in (Layout(), Layout(0, "N·T")))
+        for label, of_sample, shape in zip(walk.labels[k], reader.walk.labels[k], reader.trace.shapes[k]):
+            layouts = () if of_sample is None else (Layout(), Layout(0, "N·T"))  # nothing arrives there
+            by_sizes = (documents.owners(shape, where, documents.ids.device) for where in layouts)
             if (told := next((x for x in by_sizes if x is not None), None)) is None:
                 continue
             # Another axis may have as many places as there are positions.  What padding gets is seen in the pass.

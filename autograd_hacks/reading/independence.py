@@ -94,12 +94,12 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
 
 
 def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
-    """Notes if outputs for the first samples are others in a batch of another size: the last one, or half of the samples.
+    """Notes if outputs are others at the next place in a batch of another size: the last one, or half of the samples.
 
     Other sizes may have other kernels, so differences that rounding may leave are none."""
     within, counts = ran.within, ran.within.kind.tapes.counts
     count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2  # an odd number less
-    runs, least = Runs(recorder, within, copy, samples, False, are_parts=True), min(count, samples)
+    runs, donors = Runs(recorder, within, copy, samples, False, are_parts=True), torch.arange(1, count + 1) % samples
     kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
     part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
@@ -110,11 +110,11 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
     for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
         at = runs.layout(slot, x.shape)
         if at is not None and at.fits(y, count):
-            x, y = at.samples_first(x, samples)[:least], at.samples_first(y, count)[:least]
+            x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)
             most = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True)
             slack = most * (0.1 if x.is_cuda else part)  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
-                what = f"the model's output number {slot} for {least} samples changed in a batch of {count}"
+                what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
                 within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return

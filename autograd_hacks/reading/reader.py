@@ -145,10 +145,12 @@ class Reader:
 
     def read(self) -> Read:
         found = Read()
-        apart, unsure, number = set[int](), set[str](), self.number
+        apart, unsure, number, own = set[int](), set[str](), self.number, self.walk.of_parameters
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
             inside = [k for k in map(number.get, nodes) if k is not None]
-            if is_fed(noted, self.taken[n]):
+            # One sample's gradient comes to its parameters unsummed, so that of other uses with it.
+            of_one = any(own[k] and isinstance(label, Owned) for k in inside for label in self.walk.labels[k])
+            if is_fed(noted, self.taken[n]) and not (of_one and self._is_used_outside(noted, inside)):
                 continue
             if has_formulas(noted, inside, self.trace, self.walk) or self._is_used_outside(noted, inside):
                 apart.add(n)
@@ -182,7 +184,8 @@ class Reader:
 
         Its rule doesn't see these uses, so its nodes give the rows."""
         own = {(self.number.get(node), hook.number) for node, hook in noted.hooks}
-        used = {(k, at) for k in inside for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
+        made = [k for k in inside if not self.walk.of_parameters[k]]  # what it makes of parameters alone has uses of its own
+        used = {(k, at) for k in made for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
         return not used <= own
 
     def _find_uses(self, found: Read) -> None:

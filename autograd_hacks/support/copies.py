@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import AsyncGeneratorType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import AsyncGeneratorType, CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, UnionType
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autograd_hacks.support.restored import restored, switches_kept
 from autograd_hacks.support.trees import OF_MODULE, like_its_kind, slots_of, tensors_of, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
-_ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType)
+_ATOMS = (*_PLAIN, bytes, complex, torch.dtype, torch.device, torch.ScriptObject, ModuleType, CodeType, UnionType)
 _SHARED = (*_ATOMS, torch.utils.data.Dataset, torch.optim.Optimizer)
 _BOXES = (list, tuple, dict, deque)
 _STATE = (*_PLAIN, *_BOXES, set, Tensor)

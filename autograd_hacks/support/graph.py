@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_of_function, current_task, without_subclasses
 from autograd_hacks.support.internals import made as made
@@ -19,6 +20,29 @@ CHECKPOINT = "CheckpointFunctionBackward"
 """The node of a reentrant checkpoint.  Its own backward would add to parameters' ``.grad``."""
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
+
+_DEVICES = "cudnn", "miopen"
+OF_DEVICES = {f"native_{name}": [f"{own}_{name}" for own in _DEVICES] for name in ("batch_norm", "batch_norm_backward")}
+"""By operation, those that devices have instead, with the same inputs, and nodes that save the same, see `spelt`."""
+USUAL = {f"{own.title()}BatchNormBackward0": "NativeBatchNormBackward0" for own in _DEVICES}
+_SPELT = {"eps": "epsilon"}
+
+
+def spelt(kind: type, name: str) -> str:
+    """The name under which nodes of a type save a value."""
+    return name if hasattr(kind, SAVED + name) else _SPELT.get(name, name)
+
+
+NEW: list[RemovableHandle] = []
+"""The hooks on gradients of nodes and tensors that users have registered while a model was hooked, the newest last."""
+Handle = TypeVar("Handle")
+
+
+def own_hook(handle: Handle) -> Handle:
+    """Says that a hook is the library's: it is no new hook of a user's, for which every hooked model would look."""
+    if NEW and NEW[-1] is handle:
+        NEW.pop()
+    return handle
 
 
 def node_of(parameter: Tensor) -> Node:
@@ -138,7 +162,7 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw = getattr(node, RAW + name, None)
+    raw, name = getattr(node, RAW + name, None), spelt(type(node), name)
     if isinstance(raw, tuple | list):  # an index of several axes
         return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
     return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)

@@ -91,6 +91,8 @@ is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # 
 rebuilt: Any = vars(copy)["_reconstruct"]  # makes an object of what ``__reduce_ex__`` returned, its parts by a function
 
 
+times_each: Any = torch._foreach_mul  # one kernel, or a few, for all
+
 # Memory.
 address_of: Callable[[Tensor], int] = _C.TensorBase.data_ptr  # also while the class's method is watched
 

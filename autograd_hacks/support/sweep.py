@@ -1,7 +1,7 @@
 """Brings gradients through a graph as autograd's engine does, but calls no hooks, only the nodes themselves."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._functorch import config as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import CheckpointError
 
 from autograd_hacks.errors import SamplesMixed, UnseenGradient
 from autograd_hacks.support.copies import is_known, places_of
@@ -24,8 +23,10 @@ from autograd_hacks.support.graph import (
     Leaf,
     Value,
     dtype_of,
+    is_packed,
     is_users,
     made,
+    own_hook,
     put_back_by,
     shape_of,
 )
@@ -65,7 +66,7 @@ def sweep(
                 arrive(node, passes)
             if type(node) is Leaf or node in ends:
                 continue
-            found = None if passes is None else list(_call(node, passes, len(passes) > 1))
+            found = None if passes is None else _call(node, passes, len(passes) > 1)
             for place, (ahead, number) in enumerate(node.next_functions):
                 if ahead is None:
                     continue
@@ -149,22 +150,64 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def _call(node: Any, passes: Iterable[Grads], several: bool) -> Iterator[Sequence[Tensor | None] | None]:
+AT_ONCE = 2**22
+"""Passes of up to so many numbers go through a node at once."""
+_SLOWER = {"CppFunction", "CopySlices", "AsStridedBackward0"}
+"""Types of nodes of other people's, and of those that torch brings several passes through one by one anyway."""
+
+
+def is_plain(node: Any) -> bool:
+    """Whether a node is torch's own, and has what it saved, so that it may be called in other ways than by the engine."""
+    return not (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" or is_packed(node))
+
+
+def _at_once(node: Any, passes: Sequence[Grads]) -> Sequence[Grads] | None:
+    """What a node makes of several passes, by one call; None if it must be called for each."""
+    stacked = {n: own for n, own in enumerate(zip(*passes)) if any(g is not None for g in own)}
+    given = [g for own in stacked.values() for g in own if g is not None]
+    if (
+        len(given) < len(stacked) * len(passes)
+        or sum(g.numel() for g in given) > AT_ONCE
+        or torch.is_grad_enabled()
+        or type(node).__name__ in _SLOWER
+        or not is_plain(node)
+    ):
+        return None
+    there = list[bool]()
+
+    def of_pass(*grads: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip(stacked, grads))
+        found = call_node(node, [own.get(n) for n in range(len(passes[0]))]) or ()
+        there[:] = [x is not None for x in found]
+        return tuple(x for x in found if x is not None)
+
+    try:
+        made_of = iter(torch.vmap(of_pass)(*map(torch.stack, stacked.values())))
+    except Exception:  # such as an operation in place on what isn't of a pass
+        return None
+    return [*map(list, zip(*(next(made_of) if is_there else [None] * len(passes) for is_there in there)))]
+
+
+def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequence[Tensor | None] | None]:
     """The gradients that a node computes, for one or several passes."""
     if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
         raise UnseenGradient(
             "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
             "checkpoint(..., use_reentrant=False)."
         )
-    put_back = put_back_by(node) if several else None
-    for grads in passes:
-        try:
-            found = call_node(node, grads)
-        except CheckpointError:  # a node that doesn't show what it saves
-            found = outside_passes(partial(call_node, node, grads))
-        if put_back is not None:
+    if several and (every := _at_once(node, passes)) is not None:
+        return every
+    put_back = put_back_by(node) if several else lambda: None
+
+    def run() -> list[Sequence[Tensor | None] | None]:
+        found = []
+        for grads in passes:
+            found.append(call_node(node, grads))
             put_back()
-        yield found
+        return found
+
+    # Of a node in C++ that doesn't show what it saves, the running pass needs what a checkpoint recomputes, once.
+    return outside_passes(run) if node.name().startswith("torch::autograd::") else run()
 
 
 def as_one_pass(run: Callable[[], None]) -> None:
@@ -181,12 +224,14 @@ def as_one_pass(run: Callable[[], None]) -> None:
     with torch.enable_grad():
         root = torch.zeros((), device="cpu", requires_grad=True).clone()
     assert root.grad_fn is not None
-    root.grad_fn.register_prehook(begin)
+    own_hook(root.grad_fn.register_prehook(begin))
     root.backward()
 
 
 def outside_passes(run: Callable[[], Made]) -> Made:
     """A function's result outside the running backward pass, in which nodes compute only what that pass needs."""
+    if current_task() == NO_TASK:
+        return run()
     makes_graph = torch.is_grad_enabled()
     streams = [torch.cuda.current_stream()] if torch.cuda.is_initialized() else []
     is_paused = Switch.is_paused_here()
@@ -252,6 +297,24 @@ def by_node(
     return every[:samples]
 
 
+@torch.no_grad()
+def factor_of(node: Any) -> Tensor | None:
+    """What a node multiplies each entry of a gradient by, as an activation does, in the shape of its only input.
+
+    None if it does anything else: what it makes of random numbers isn't their product with what it makes of ones.
+    """
+    if len(node.next_functions) != 1 or len(made(node)) != 1 or not is_plain(node):
+        return None
+    like, value = made(node)[0], Value(*node.next_functions[0])
+    ones = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
+    drawn = ones + torch.rand(ones.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(ones)
+    own, found = ((call_node(node, [g]) or [None])[0] for g in (ones, drawn))
+    if own is None or found is None or own.numel() != ones.numel() or own.is_complex() or ones.is_complex():
+        return None
+    own, apart = fitted(own, value), (found - own * drawn.view_as(own)).abs()
+    return own if bool((apart <= 8 * torch.finfo(own.dtype).eps * own.abs()).all()) else None
+
+
 def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
     """The parameters' rows, by name, from the rows of a value computed from them: row by row through the nodes between.
 
@@ -264,6 +327,5 @@ def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[
             like = node.variable
             found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
 
-    run = partial(sweep, {value: list(rows)}, arrive)
-    run() if current_task() == NO_TASK else outside_passes(run)  # a running pass may not need some gradients on the way
+    outside_passes(partial(sweep, {value: list(rows)}, arrive))  # a running pass may not need some gradients on the way
     return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}

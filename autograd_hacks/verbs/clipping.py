@@ -51,7 +51,8 @@ def clip_grad1_norm_(
     scaler: the GradScaler that scaled the loss. ``.grad`` keeps its scale, as after any backward pass. Call
     ``scaler.unscale_`` and ``scaler.step`` afterwards, never before. A norm that is not finite makes all of ``.grad`` NaN,
     and ``scaler.step`` skips the step
-    add: add to ``.grad``, for micro-batches that are clipped one by one. Needs ``add_hooks(param_grad=False)``
+    add: add to ``.grad``, whatever it holds, for micro-batches that are clipped one by one. Needs
+    ``add_hooks(param_grad=False)``
     batch_size: the divisor of the sum. By default it is N for a mean loss and 1 for a sum. Give the number of samples in
     all micro-batches of a step, or the expected number if batches are sampled at random. Adding or removing one sample
     then changes ``.grad`` by at most max_norm / batch_size

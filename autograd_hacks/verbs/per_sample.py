@@ -19,6 +19,7 @@ from autograd_hacks.errors import (
     NothingRecorded,
 )
 from autograd_hacks.forms import Form, Zero
+from autograd_hacks.forms.composite import scaled_at_once
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
 from autograd_hacks.reading.guards import check_ordinary, check_sets_all
@@ -130,8 +131,9 @@ def compute_grad1(
             with spread.reading(), outside_inference(), without_autocast(parameters.values()):
                 forms = read(model, seen, recorder, loss_type, scale)
                 with torch.no_grad():
+                    done = scaled_at_once(forms)
                     for name, parameter in parameters.items():
-                        write_rows(name, parameter, seen[name], forms.get(name), recorder.pool)
+                        write_rows(name, parameter, seen[name], forms.get(name), recorder.pool, done.get(name))
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
             drop_rows(parameters.values())
             raise
@@ -153,15 +155,19 @@ def _samples(forms: Mapping[str, Form | None]) -> int:
     return next((form.samples for form in forms.values() if form is not None), 0)
 
 
-def write_rows(name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool) -> None:
-    """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.  like: it, or the whole of it"""
+def write_rows(
+    name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool, done: Tensor | None = None
+) -> None:
+    """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.
+
+    like: the parameter, or the whole of it    done: the rows, if they are written"""
     key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
-    if form is not None and form.writes_in_place:
+    if form is not None and form.writes_in_place and done is None:
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     else:
         attributes.pop("grad1", None)  # free the old rows before writing new ones
-    rows = None if form is None else form.dense(out)
+    rows = done if form is None or done is not None else form.dense(out)
     if parameter.requires_grad:
         attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 

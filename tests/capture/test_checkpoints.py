@@ -69,6 +69,7 @@ PICKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "an index": lambda table, which: table[which, 0],
     "an index of two axes": lambda table, which: table[which, which],
     "an index of the last axis": lambda table, which: table[0, :, which].t(),
+    "a part times a parameter": lambda table, which: (y := table[which, 0] * 1, y[:, :2].mul_(table[1, 0, :2]))[0],
 }
 
 

@@ -13,12 +13,13 @@ from rarely import crossed
 from steps import check, check_batches
 from torch import Tensor
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
+from torch.nn.utils.parametrizations import orthogonal
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture import lean
+from autograd_hacks.capture import gradient_hooks, lean
 from autograd_hacks.errors import SamplesMixed
 
 Change = Callable[[Tensor], Tensor]
@@ -171,10 +172,11 @@ def test_a_hook_that_is_registered_where_the_pass_begins() -> None:
                 assert_close(p.grad1.mean(0), p.grad)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("where", ["inner", "first", "out", "loss"])
-def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_samples(where: str, others: int) -> None:
-    """Another hooked model in the pass watches it, too."""
+@crossed(where=["inner", "first", "out", "loss"], others=[0, 1], is_scalar=[True, False], goes_on=[0, 1])
+def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_samples(
+    where: str, others: int, is_scalar: bool, goes_on: int
+) -> None:
+    """Another hooked model in the pass watches it, too.  goes_on: whether another forward follows before the pass"""
     model, other = (
         Bare(lambda m, x: m.own(x), own=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
         for _ in range(2)
@@ -188,8 +190,8 @@ def test_a_hook_that_is_registered_after_the_forward_may_look_and_not_permute_sa
             kept["out"] = model(x)
             kept["loss"] = kept["out"] * 2
             kept[where].register_hook((lambda g: g.flip(0)) if flips else lambda g: None)
-            total = squares(kept["loss"]) + losses
-            (autograd_hacks.backward(total, "sum") if where == "loss" else total.sum().backward())
+            total = squares(kept["loss"]) + losses + (squares(model(x)) if goes_on else 0)
+            (total.sum().backward() if is_scalar else autograd_hacks.backward(total, "sum"))
             said = r"the backward hook .*lambda.*not sample by sample"
             with pytest.raises(SamplesMixed, match=said) if flips else nullcontext():
                 autograd_hacks.compute_grad1(model, "sum")
@@ -219,15 +221,17 @@ def test_a_hook_that_another_registers_while_the_pass_runs(where: str, at: str) 
 
 
 def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To look for a user's new hooks goes through all objects."""
-    models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
+    """Nor are those on modules and leaves."""
+    models = [nn.Sequential(orthogonal(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
     for n, model in enumerate(models):
         autograd_hacks.add_hooks(model, param_grad=n != 1)
     looked: list[int] = []
-    monkeypatch.setattr(lean, "since", lambda first: looked.append(first) or [])
+    for module in (lean, gradient_hooks):
+        monkeypatch.setattr(module, "since", lambda first: looked.append(first) or [])
     for _ in range(5):
         looked.clear()
         for model in models:
+            _ = model[0].register_forward_hook(lambda *_: None), model[2].weight.register_hook(lambda _: None)
             check(model, torch.randn(5, 3).double())
     assert not looked
     for model in models:
@@ -298,8 +302,7 @@ def test_a_hook_of_a_parameter_may_do_what_it_likes_after_the_forward_too() -> N
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     autograd_hacks.add_hooks(model)
     losses, weight = squares(model(torch.randn(5, 3).double())), model[0].weight
-    with_hook = weight.register_hook(lambda grad: grad.roll(1, 0))
+    weight.register_hook(lambda grad: grad.roll(1, 0))
     losses.mean().backward()
     autograd_hacks.compute_grad1(model)
     torch.testing.assert_close(weight.grad1.mean(0).roll(1, 0), weight.grad)
-    with_hook.remove()

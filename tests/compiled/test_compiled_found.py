@@ -52,6 +52,16 @@ def test_gradients_that_are_expanded_have_noise() -> None:
     assert model.bias.grad.std().item() == pytest.approx(2.0 / 8, rel=0.1)
 
 
+def test_a_private_step_adds_to_no_gradient() -> None:
+    model = nn.Linear(3, 2)
+    step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"found gradient in \.grad of 'weight', 'bias'"):
+        step(torch.zeros(4, 3)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    step(torch.zeros(4, 3)).sum().backward()
+
+
 @crossed(kind=["linear", "positions", "embedding", "mlp"], where=["loss", "input"])
 def test_a_sample_that_is_not_finite_adds_nothing(kind: str, where: str) -> None:
     models: dict[str, nn.Module] = {
@@ -154,6 +164,7 @@ def test_what_is_free_of_samples_may_be_kept() -> None:
     model = inner(counts)
     step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
     for samples in (4, 3, 1):
+        model.zero_grad()
         step(torch.randn(samples, 4)).sum().backward()
     assert model.kept[0] == 3
 

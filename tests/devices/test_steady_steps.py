@@ -7,11 +7,14 @@ number, copies nothing and makes no tensor on the CPU, but for what KNOWN lists.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, step, vectors
+from of_devices import batch_norm_by
 from pretend import PACKAGE, Far, MixedDevices, Note, near, noted, placed, pretending
 from rarely import rarely
 from torch import Tensor
@@ -33,6 +36,13 @@ def untied() -> nn.Module:
 def wide() -> nn.Module:
     """Norms of its layers are taken from products between positions."""
     return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+
+def normed(m: nn.Module, x: Tensor) -> Tensor:
+    """By cuDNN's own kernel where there seems to be one."""
+    own = batch_norm_by(torch.cudnn_batch_norm) if isinstance(x, Far) else F.batch_norm
+    with mock.patch.object(F, "batch_norm", own):
+        return m.o(m.n(m.c(x)).mean((2, 3)))
 
 
 def padded_bag(mode: str) -> Callable[[], nn.Module]:
@@ -58,6 +68,9 @@ MODELS = FAMILIES | {
     ),
     "padded bag": Family(padded_bag("sum"), words),
     "largest of a bag": Family(padded_bag("max"), words),
+    "batch norm": Family(
+        lambda: Bare(normed, c=nn.Conv2d(3, 4, 3), n=nn.BatchNorm2d(4).eval(), o=nn.Linear(4, 3)), vectors(3, 5, 5)
+    ),
 }
 SIBLINGS = ("mlp", "lstm", "gru", "causal language model", "embedding bag", "untied embedding", "wide", "largest of a bag")
 """Models that another is like: the usual tests leave them out."""
@@ -83,7 +96,6 @@ SEVERAL = ("encoder", "causal language model", "padded text", "large and tied")
 RECURRENT, BAGS = ("lstm", "gru"), ("embedding bag", "padded bag", "largest of a bag")
 ASKED_OF_ROUTES = {
     "_local_scalar_dense": "forms/composite.py:gathered",
-    "bincount": "forms/composite.py:gathered",
     "equal": "graph/memo.py:_equal",
 }
 KNOWN = [

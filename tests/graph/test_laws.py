@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from of_devices import BATCH_NORMS, first_of
 from one_at_a_time import Leaf
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -167,6 +168,8 @@ def test_nodes_that_write(name: str, dtype: torch.dtype) -> None:
             assert_right(f"{name}, {label}", found, torch.zeros(2, *sizes) if own is None else own)
 
 
+aten_rnn = first_of(torch.ops.aten._cudnn_rnn)
+
 # Of several samples, whether along their axis (MIXED) or to a value without one (SUM).  They differ only in that SUM may be
 # a use of a parameter, so no gradient tells them apart.
 SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]] = {
@@ -176,6 +179,35 @@ SEVERAL: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], int, str]
     "layer norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), [(4, 3), (3,), (3,)], 0, "At SUM SUM"),
     "layer norm over samples": (lambda x, w, b: F.layer_norm(x, (4, 3), w, b), [(4, 3)] * 3, 0, "MIXED At At"),
     "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4, 3), (3,), (3,)], 0, "MIXED SUM SUM"),
+    **{
+        f"{own.__name__}{', training' * on}": (
+            lambda x, w, b, own=own, on=on: first_of(own)(x, w, b, x.new_zeros(3), x.new_ones(3), on, 0.1, 1e-5),
+            [(4, 3), (3,), (3,)],
+            0,
+            f"{'MIXED' if on else 'At'} SUM SUM",
+        )
+        for own in BATCH_NORMS.values()
+        for on in (True, False)
+    },
+    "LSTM cell": (
+        first_of(torch.ops.aten._thnn_fused_lstm_cell),
+        [(4, 12), (4, 12), (4, 3), (12,), (12,)],
+        0,
+        "At At At SUM SUM",
+    ),
+    "GRU cell": (first_of(torch.ops.aten._thnn_fused_gru_cell), [(4, 9), (4, 9), (4, 3), (9,), (9,)], 0, "At At At SUM SUM"),
+    **{
+        f"RNN, axis {axis}{', batch_first' * first}": (
+            lambda x, w, v, h, first=first: aten_rnn(
+                x, [w, v], 2, None, h, None, 3, 3, 0, 1, first, 0.0, True, False, [], None
+            ),
+            [(4, 4, 2), (9, 2), (9, 3), (1, 4, 3)],
+            axis,
+            "MIXED SUM SUM MIXED" if first is bool(axis) else "At SUM SUM At",
+        )
+        for axis in (0, 1)
+        for first in (True, False)
+    },
     "group norm of samples": (lambda x, w, b: F.group_norm(x, 2, w, b), [(1, 4, 3), (4,), (4,)], 1, "MIXED At At"),
     "convolution": (F.conv1d, [(4, 2, 5), (3, 2, 3), (3,)], 0, "At SUM SUM"),
     "convolution along samples": (F.conv1d, [(1, 2, 6), (3, 2, 3), (3,)], 2, "MIXED SUM SUM"),

@@ -174,6 +174,27 @@ def test_parameters_that_an_optimizer_gets_later_are_refused() -> None:
             break
 
 
+@pytest.mark.parametrize("how", ["a criterion's", "no nn.Parameter", "a model that was attached before", "an input"])
+def test_leaves_outside_of_the_model_get_no_gradient_without_noise(how: str) -> None:
+    """Only an input of the model may: its gradient is a sample's own."""
+    private, first, seen = training(), net(), 0
+    outside = nn.Parameter(torch.ones(())) if how.startswith("a crit") else torch.ones((), requires_grad=True)
+    with private.attach(first):
+        for model, x, y in begun(private):
+            x = x.requires_grad_() if how == "an input" else x
+            found = losses(model, x, y)
+            if how == "an input":
+                private.backward(found)
+                assert private.step() is not None
+            else:
+                with pytest.raises(ValueError, match=r"the losses use \d+ parameters outside of the attached model"):
+                    private.backward(found + losses(first, x, y) if how.startswith("a model") else found * outside)
+                assert all(p.grad is None for p in (outside, *first.parameters(), *model.parameters()))
+                break
+            seen += 1
+    assert seen == (STEPS if how == "an input" else 0)
+
+
 def test_each_pass_has_its_own_length() -> None:
     private, model = training(), net()
     assert epoch(private, model) == STEPS

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,10 @@ def test_seeds_parameters_and_steps_have_noise_of_their_own() -> None:
     ]
     for copied in (copy.deepcopy, copy.copy, lambda own: pickle.loads(pickle.dumps(own))):
         found += noise(copied(training()), 0)
+    with pytest.MonkeyPatch.context() as patched:
+        forked = training()
+        patched.setattr(os, "getpid", lambda: 1)
+        found += noise(forked, 0)
     correlations = torch.stack(found).double().corrcoef().fill_diagonal_(0)
     assert correlations.abs().max() < 4.5 / 500**0.5
     assert all(map(torch.equal, noise(training(), 3), noise(training(), 3)))

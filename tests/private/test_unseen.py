@@ -120,14 +120,17 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "a sum of ones": lambda h: h / torch.ones(len(h)).sum(),
     "a row of a table": lambda h: h + torch.arange(27.0).view(9, 3)[len(h)],
     "one size": lambda h: h * (2 if len(h) == 4 else 1),
+    "every other": lambda h: h * (1 - 2 * (torch.arange(len(h)) % 2))[:, None],
+    "the first one": lambda h: torch.cat([-h[:1], h[1:]]),
+    "places of a table": lambda h: h + torch.arange(27.0).view(9, 3)[: len(h)],
     "sizes alone": lambda h: nn.functional.group_norm(h.view(-1, 3, 1), 1).view(len(h), 3) + torch.zeros(len(h), 1),
     "a loop": lambda h: torch.stack([x.softmax(0) for x in h]),
 }
 
 
 @pytest.mark.parametrize("how", SIZED)
-def test_outputs_that_depend_on_the_number_of_samples_are_refused(how: str) -> None:
-    """A drawn batch's size tells whether one sample more was there."""
+def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refused(how: str) -> None:
+    """A drawn batch's size, and a sample's place in it, tell whether one sample more was there."""
     model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
     with autograd_hacks.add_hooks(model, independent=True):
         for samples in (7, 6, 4, 5):

@@ -96,6 +96,8 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "recurrent": lambda: nn.Sequential(Bare(recurrent, cell=nn.GRUCell(1, 3)), nn.Linear(3, 2), nn.Tanh()),
     "tied": lambda: Bare(tied, layer=nn.Linear(D, D)),
+    "one apart": lambda: Bare(lambda m, x: torch.cat([m.layer(x[:1]), m.layer(x[1:])]).tanh(), layer=nn.Linear(D, D)),
+    "each": lambda: Bare(lambda m, x: torch.stack([m.layer(own) for own in x]).tanh(), layer=nn.Linear(D, D)),
 }
 
 

@@ -1,6 +1,7 @@
 """Precisions, autocast, scalers, inference mode, and devices without memory."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,16 +23,32 @@ def scaled() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_around_rules_and_replays(dtype: torch.dtype) -> None:
-    model = scaled()
-    for _ in steps_of(model, [(torch.randn(4, 5, 3),)] * 2, context=torch.autocast("cpu", dtype)):
+def solved() -> nn.Module:
+    """A node that is asked, of what autocast makes of a parameter."""
+    return Bare(lambda m, x: torch.linalg.solve(m.a @ m.a.mT + torch.eye(3), x.mean(1).mT).mT, a=torch.randn(3, 3))
+
+
+def filtered() -> nn.Module:
+    """A parameter in half precision meets complex numbers."""
+    return Bare(lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * m.f, n=5, dim=1), f=torch.randn(3, 3).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("make", "context"),
+    [
+        (scaled, torch.autocast("cpu", torch.float16)),
+        *[(make, torch.autocast("cpu", torch.bfloat16)) for make in (scaled, solved, filtered)],
+    ],
+)
+def test_autocast_around_rules_and_replays(make: Callable[[], nn.Module], context: torch.autocast) -> None:
+    model = make()
+    for _ in steps_of(model, [(torch.randn(4, 5, 3),)] * 2, context=context):
         autograd_hacks.compute_grad1(model)
         for p in model.parameters():
-            assert p.grad1.dtype == torch.float32
+            assert p.grad1.dtype == p.dtype
             assert_close(p.grad1.mean(0), p.grad, rtol=0.05, atol=0.05 * float(p.grad.abs().max()))
-    with torch.autocast("cpu", dtype):  # the probe must not leave weights without gradients in autocast's memory
-        fresh = scaled()
+    with context:  # the probe must not leave weights without gradients in autocast's memory
+        fresh = make()
         with autograd_hacks.add_hooks(fresh):
             squares(fresh(torch.randn(4, 5, 3)).float()).mean().backward()
             assert all(p.grad is not None for p in fresh.parameters())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from of_devices import BATCH_NORMS, batch_norm_by
 from oracle import squares
 from rarely import crossed
 from steps import check, check_batches
@@ -125,6 +126,10 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[Any], Any]]] 
     "statistics": (
         lambda: model(nn.BatchNorm1d(4).eval()), F, "batch_norm", lambda f: lambda x, m, v, *more: f(x, m, v * K[0], *more)
     ),
+    **{
+        name: (lambda: model(nn.BatchNorm1d(4).eval()), F, "batch_norm", lambda _, own=own: first(batch_norm_by(own)))
+        for name, own in BATCH_NORMS.items()
+    },
     "embedding": (lambda: model(nn.Embedding(4, 4)), F, "embedding", first),
     "bags": (lambda: model(nn.EmbeddingBag(4, 4)), F, "embedding_bag", first),
     "bilinear": (lambda: model(nn.Bilinear(4, 4, 4), lambda m, x: m(x, x)), F, "bilinear", first),

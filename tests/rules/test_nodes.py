@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from of_devices import BATCH_NORMS, first_of
 from oracle import squares
 from steps import check_hooked
 from torch import Tensor
@@ -112,6 +113,8 @@ def cases(n: int, dtype: torch.dtype) -> list[Case]:
         Case("matmul", torch.matmul, (t(3), t(3, n)), (0,), batch={1: 1}),
         Case("bmm", torch.bmm, (t(2, n, 3), t(2, 3, 4)), (1,), batch={0: 1}, axis=1),
         Case("bmm", torch.bmm, (t(2, 4, 3), t(2, 3, n)), (0,), batch={1: 2}, axis=2),
+        Case("baddbmm", torch.baddbmm, (t(4), t(2, n, 3), t(2, 3, 4)), (0, 2), {"alpha": 2, "beta": 0.5}, {1: 1}, 1),
+        Case("baddbmm", torch.baddbmm, (t(2, 4, 1), t(2, 4, 3), t(2, 3, n)), (0, 1), batch={2: 2}, axis=2),
         Case("div", torch.div, (t(n, 3), t(3)), (1,)),
         Case("div", torch.div, (t(3), t(n, 3)), (0,), batch={1: 0}),
         Case("addmm", torch.addmm, (t(2), t(n, 3), t(3, 2)), (0, 2), {"alpha": 2, "beta": 0.5}, {1: 0}),
@@ -161,6 +164,10 @@ def cases_of_real_numbers(n: int) -> list[Case]:
         found += [
             Case("batch_norm", F.batch_norm, (x, mean, var, r(4), r(4)), (3, 4)),
             Case("batch_norm", F.batch_norm, (x, mean, var), ("bias",), {"bias": r(4), "eps": 0.1}),
+            *[
+                Case(name, first_of(own), (x, r(4), r(4), mean, var, False, 0, 0.1), (1, 2))
+                for name, own in BATCH_NORMS.items()
+            ],
             Case("prelu", F.prelu, (x, r(1)), (1,)),
             Case("prelu", F.prelu, (x, r(4)), (1,)),
         ]

@@ -30,10 +30,11 @@ def resized(mode: str, grid: tuple[int, ...], **how: Any) -> Callable[[Tensor, T
 
 RESIZED = {
     f"{mode} of {grid}, {how}, {more}": resized(mode, grid, **how, **more)
-    for mode, grids in {"bilinear": [(2, 2), (1, 4)], "bicubic": [(2, 2), (4, 1)]}.items()
+    for mode, grids in {"bilinear": [(2, 2), (1, 4)], "bicubic": [(2, 2), (4, 1)], "linear": [(4,)]}.items()
     for grid in grids
     for how in SIZES
     for more in [{"align_corners": True}, {"align_corners": False}, {"antialias": True}]
+    if "antialias" not in more or mode != "linear"
 }
 
 MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -58,6 +59,14 @@ MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "repeated": lambda a, b: a.repeat(2, 1, 3),
     "added": lambda a, b: torch.add(a, b[0], alpha=2) - torch.sub(a[:, :1], b, alpha=3) + (2 - a) + torch.rsub(a[0], b),
     "multiplied": lambda a, b: (a * b[0] * 2 - a[:, 1:2]) * torch.linspace(1, 2, 6).double() * b.exp() + (-a).sigmoid(),
+    "bent": lambda a, b: F.softplus(a, 2, 1) + a.clamp(-0.3, 0.4) * b.relu() - b.clamp(max=0.2).tanh(),
+    "bent, by no step": lambda a, b: (
+        F.gelu(a) + b.square().sqrt() - torch.addmm(b[:, 0], a, b.T).view(2, 2, 4).relu_().view(4, 4)[:, :1]
+    ),
+    "written to": lambda a, b: (a * 2).t().relu_().t() + b.view(24).clone().view(4, 6)[:, 1:].cumsum_(1).sum(),
+    "at once": lambda a, b: (
+        a.cumsum(0) + torch.matrix_exp(b[:, :4]).sum(1, keepdim=True) + (a[:4, :4].clone() / 9).inverse()[:1, :1]
+    ),
     "one by one": lambda a, b: a.relu() / b.exp() + 1 / a.exp()[0] * b.tanh(),
     "products": lambda a, b: a @ b.T @ torch.ones(4, 3).double() + a @ torch.ones(6, 1).double(),
     "a layer": lambda a, b: torch.addmm(b[:, 0], a, b.T, beta=2, alpha=3) + F.linear(b, a[:3], b[0, :3])[:, :1],

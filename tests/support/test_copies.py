@@ -119,6 +119,7 @@ def methods_and_weak_references() -> Program:
 
     model, log = Net(), list[int]()
     model.runs, model.log, model.note, model.child = 0, log, log.append, Child(model)
+    model.annotations = {"x": int | None, "y": list[int]}  # as a wrapped forward has them
     model.act = model.child.act
     return model, lambda: (model.runs, model.log)
 

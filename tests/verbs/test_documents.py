@@ -1,11 +1,13 @@
 """Rows of documents that are packed into one sample, against one backward pass for each document by itself."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from of_devices import fused_norms
 from oracle import assert_rows, joined
 from packed import Packed, batch, hooked, losses, rows_of
 from refused import check_each
@@ -18,15 +20,17 @@ import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedLayer
 
 
+@pytest.mark.parametrize("norms", [nullcontext, fused_norms])
 @pytest.mark.parametrize("settings", [{}, {"param_grad": False}])
 @pytest.mark.parametrize(
     ("samples", "lengths"), [(2, [3, 2, 4]), (1, [3, 2, 4]), (1, [5]), (3, [1, 1, 1]), (1, [9, 1, 1, 1, 1])]
 )
-def test_rows_are_those_of_documents_alone(samples: int, lengths: list[int], settings: dict[str, bool]) -> None:
+def test_rows_are_those_of_documents_alone(samples: int, lengths: list[int], settings: dict[str, bool], norms: Any) -> None:
     model = hooked("position_ids", **settings)
     for _ in range(3):  # proven, steady
         given = batch(samples, lengths)
-        losses(model, *given).sum().backward()
+        with norms():
+            losses(model, *given).sum().backward()
         grads = autograd_hacks.per_sample_grads(model, "sum")
         rows = rows_of(model, lengths, losses, *given)
         assert_close(grads.dense(), rows)
