@@ -76,7 +76,8 @@ class Recorder:
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
-        self._kept = ByTensor[bool]()  # the samples' tensors with a graph that modules kept when a forward had ended
+        self._kept = ByTensor[bool]()  # what modules kept when a forward had ended: whether it is samples'
+        self._keeps = False  # whether the last forward left such
 
     @property
     def settings(self) -> Settings:
@@ -154,7 +155,9 @@ class Recorder:
         """Notes what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
         # What modules have kept since earlier forwards is given to this one, too.
-        ran.ends = made_by([*tensors_in(args, kwargs), *self._kept.keys()])
+        now = _kept_by(self.tree, (), 0) if self._keeps and self.tree.modules() else []  # the loop may change it
+        kept = [x for x in (*self._kept.keys(), *now) if self._kept.get(x) is not False]
+        ran.ends = made_by([*tensors_in(args, kwargs), *kept])
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
         ran.known = self.kinds.look(ran.within, model, path, args, kwargs, self._modules(path, model))
@@ -226,6 +229,7 @@ class Recorder:
             ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
         if not any(x.grad_fn is not None for x in ran.outputs):
             ran.known = None
+        self._keeps = len(ran.outputs) > ran.count
         self._read(path, model, ran)
         if ran.ends:
             ABOVE.between(self, model, ran)
@@ -245,8 +249,8 @@ class Recorder:
         for n, (x, at, layout) in enumerate(zip(ran.outputs, places, layouts)):
             if n < ran.count:
                 self.record.outputs[x] = layout, samples, version_of(x)
-            elif layout is not None:
-                self._kept[x] = True
+            else:
+                self._kept[x] = layout is not None
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             is_known = layout.fits(x, count) if layout is not None else at is not None
             if x.grad_fn is not None and (is_known or n in within.mixed_outputs):
