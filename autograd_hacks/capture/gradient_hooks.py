@@ -16,7 +16,7 @@ from torch.utils.hooks import BackwardHook
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries, on_axis
+from autograd_hacks.graph.label import Label, One, Owned, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import NEW, Leaf
 from autograd_hacks.support.internals import current_node, made, sequence_number
@@ -49,12 +49,10 @@ def _is_own(hook: Any) -> bool:
 
 
 class Watch(NamedTuple):
-    """Watches the hooks that were registered in a forward, or later.
-
-    labels: gives those of the forward; None if they are unknown"""
+    """Watches the hooks that were registered in a forward, or later."""
 
     backward: weakref.ref[Backward]
-    labels: Callable[[], Labels] | None
+    labels: Callable[[], Labels] | None  # gives those of the forward; None if they are unknown
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
@@ -112,13 +110,8 @@ class _Watched:
         labels, module = [self._label(*value) for value in values], _module_of(self.users)
         # A module's full backward hook gets gradients of inputs and outputs together.
         is_of_inputs = module is not None and module.setup_output_hook.__qualname__ not in self.users.__qualname__
-        is_known = (
-            len(labels) == len(given)
-            and not is_of_inputs
-            and not any(
-                label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
-            )
-        )
+        moved = [label for label, x, y in zip(labels, given, found) if x is not y]
+        is_known = len(labels) == len(given) and not is_of_inputs and all(isinstance(label, Owned) for label in moved)
         if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
@@ -132,7 +125,7 @@ class _Watched:
     def _label(self, node: Any, number: int) -> Label:
         if node is None or self.labels is None:
             return None
-        rows = [on_axis(torch.arange(x.shape[0]), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
+        rows = [on_axis(torch.arange(x.shape[0], device="cpu"), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
         found = self.labels.get(sequence_number(node), rows)
         return found[number] if number < len(found) else None
 
@@ -142,9 +135,7 @@ class _Watched:
 
         Each two samples are apart in some bit of their numbers: the hook runs again without the samples that have it."""
         owners = [
-            None
-            if x is None or not isinstance(label, At | One | Entries)
-            else entries(label, x.shape, self.samples, x.device)
+            entries(label, x.shape, self.samples, x.device) if x is not None and isinstance(label, Owned) else None
             for label, x in zip(labels, given)
         ]
         most = max((int(own.max()) for own in owners if own is not None and own.numel()), default=0)

@@ -22,9 +22,8 @@ from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.composite import scaled_at_once
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
-from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.reading.guards import check_ordinary, check_sets_all
 from autograd_hacks.reading.processes import Spread, Where, spread_of
-from autograd_hacks.reading.scale import check_ordinary
 from autograd_hacks.support import memory
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.patterns import names_matching
@@ -77,7 +76,7 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     hess_type, entries = record.hess_type, tuple[int, ...]()
     batches = [segment.batch_size() for segment in record.segments]
-    documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
+    documents = (use.documents for use in record.witnesses())
     if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
