@@ -23,8 +23,8 @@ from autograd_hacks.capture.wrappers import check_module, gathering, has_process
 from autograd_hacks.forms.numerics import accumulation_dtype, clip_weights, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot, Positions, Windows
 from autograd_hacks.probe.batch import BatchDim
+from autograd_hacks.reading.guards import LOSS_TYPES, check_batch_size, is_unscaled
 from autograd_hacks.reading.processes import Spread, Where, spread_of
-from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size, is_unscaled
 from autograd_hacks.verbs.arguments import check_kind, check_loader, check_state, differing, kind_of, some
 from autograd_hacks.verbs.clipping import CLIPPING_BUDGET, give_back, write_where_it_saves
 from autograd_hacks.verbs.jacobian import check_output, leaves_of, run_pass

@@ -25,7 +25,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
     """What was imported stays: without, a collection takes a third of a second, and tests of memory make many."""
     gc.collect()
     gc.freeze()

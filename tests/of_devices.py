@@ -10,19 +10,10 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def _lstm_cell(x: Tensor, h: Tensor, c: Tensor, *biases: Tensor | None) -> tuple[Tensor, ...]:
-    gates = sum([b for b in biases if b is not None], x + h)
-    i, f, g, o = gates.chunk(4, 1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c, gates
-
-
-def _rnn(x: Tensor, weights: Any, _: Any, __: Any, h: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    return x.new_zeros(*x.shape[:-1], more[2]), h.clone(), h.clone(), x.new_empty(0), x.new_empty(0)
-
-
 def _rms_norm(x: Tensor, shape: Sequence[int], w: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    root = (x.square().mean(_last(shape), keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    root = (
+        x.square().mean([*range(-len(shape), 0)], keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    ).rsqrt()
     return x * root if w is None else x * root * w, root
 
 
@@ -30,20 +21,25 @@ def _rms_norm_backward(
     g: Tensor, x: Tensor, shape: Sequence[int], root: Tensor, w: Tensor | None, _: Any
 ) -> tuple[Tensor, Tensor]:
     h, own = x * root, g if w is None else g * w
-    return root * (own - h * (own * h).mean(_last(shape), keepdim=True)), (g * h).flatten(0, -len(shape) - 1).sum(0)
-
-
-def _last(shape: Sequence[int]) -> list[int]:
-    return [-k - 1 for k in range(len(shape))]
+    return root * (own - h * (own * h).mean([*range(-len(shape), 0)], keepdim=True)), (g * h).flatten(
+        0, -len(shape) - 1
+    ).sum(0)
 
 
 ON_CPUS = torch.library.Library("aten", "IMPL")
 for name, computed in {
     "cudnn_batch_norm": lambda *own: (*aten.native_batch_norm(*own), own[0].new_empty(0, dtype=torch.uint8)),
     "miopen_batch_norm": aten.native_batch_norm.default,
-    "_thnn_fused_lstm_cell": _lstm_cell,
-    "_thnn_fused_gru_cell": lambda x, h, hx, *biases: (hx * (x + h)[:, : hx.shape[1]], x.repeat(1, 5)),
-    "_cudnn_rnn": _rnn,
+    # No more than an output.
+    "_thnn_fused_lstm_cell": lambda x, h, c, *biases: (c.clone(), c.clone(), x.clone()),
+    "_thnn_fused_gru_cell": lambda x, h, state, *biases: (state.clone(), x.clone()),
+    "_cudnn_rnn": lambda x, w, n, b, h, c, mode, size, *more: (
+        x.new_zeros(*x.shape[:-1], size),
+        h.clone(),
+        h.clone(),
+        x.new_empty(0),
+        x.new_empty(0),
+    ),
     "_fused_rms_norm_backward": _rms_norm_backward,
 }.items():
     ON_CPUS.impl(name, computed, "CPU")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
 
-from autograd_hacks.private import PrivateTraining
+from autograd_hacks.private import PrivateTraining, QuantileClip
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 SIZE, EXPECTED, BOUND, NOISE, LR = 30, 6, 0.5, 1.1, 0.3
@@ -103,6 +103,9 @@ def dataset() -> TensorDataset:
 
 
 def training(**options: Any) -> PrivateTraining:
+    """With the documentation's settings.  clip='a quantile': a bound that follows one"""
+    if options.get("clip") == "a quantile":
+        options["clip"] = QuantileClip(0.5, deviation=3.0)
     given = {"max_norm": BOUND, "noise_multiplier": NOISE, "expected_batch_size": EXPECTED, "delta": 1e-3, "seed": SEED}
     return PrivateTraining(**(given | options))
 

@@ -1,18 +1,37 @@
-"""Processes that talk by gloo, started once for all tests."""
+"""Processes that are forked off one that has imported torch: some that talk by gloo, started once, and scripts.
 
+Imports take longer than many of the scripts.
+"""
+
+import gc
 import os
 import queue
+import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial, wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked
+import torch.multiprocessing as mp
+
+IMPORTED = ["torch", "autograd_hacks", "matplotlib.pyplot", "scipy.stats", "sklearn.datasets", "tqdm"]
+"""What nearly all scripts import."""
+
+
+def forked() -> Any:
+    """The context in which the processes are made."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
 
 WORLD = 2
 Both = Callable[..., None]
@@ -26,6 +45,8 @@ def work(rank: int, world: int, store: str, tasks: list[Any], done: Any) -> None
     wait = timedelta(seconds=LONGEST)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=wait)
     for function, args in iter(tasks[rank].get, None):
+        gc.collect()
+        gc.freeze()  # as in conftest.py: what was imported is looked through no more
         torch.manual_seed(0)
         try:
             function(*args)
@@ -89,3 +110,44 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     group = Started(4, tmp_path_factory.mktemp("store"))
     yield group
     group.end()
+
+
+def in_both(function: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a function that two processes run."""
+
+    @wraps(function)
+    def test(both: Both | None = None, **given: Any) -> None:
+        function(**given) if both is None else both(partial(test, **given))
+
+    own = signature(function)
+    parameters = [*own.parameters.values(), Parameter("both", Parameter.KEYWORD_ONLY)]
+    test.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return test
+
+
+def run_script(script: Path, folder: Path, options: Sequence[str] = (), without: str = "") -> tuple[str, str]:
+    """What a script prints, and what it writes to stderr; it has ended without an error, and its picture is in the folder.
+
+    folder: where it runs    without: packages that are not there
+    """
+    process = forked().Process(target=_run, args=(script, folder, options, without.split()))
+    process.start()
+    process.join()
+    out, err = ((folder / name).read_text("utf-8") for name in ("out", "err"))
+    assert process.exitcode == 0, err
+    return out, err
+
+
+def _run(script: Path, folder: Path, options: Sequence[str], without: Sequence[str]) -> None:
+    os.chdir(folder)
+    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+    warnings.simplefilter("ignore")
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]  # None, by which an import fails
+    sys.argv = [script.name, *options]
+    os.environ.pop("MPLBACKEND", None)  # the scripts find out that there is no display
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    plt.show = lambda: plt.savefig(folder / f"{script.stem}.png")
+    runpy.run_path(str(script), run_name="__main__")

@@ -58,10 +58,7 @@ def without_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", [LINEAR, CONV], ids=["Linear", "Conv2d"])
 @pytest.mark.parametrize("loss_type", ["mean", "sum"])
 def test_a_wrong_rule_fails(
-    mistake: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    case: Case,
-    loss_type: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], case: Case, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = RULES[type(case.layer)]
 

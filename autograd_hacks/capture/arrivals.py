@@ -31,6 +31,8 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
+NO_NODES = frozenset[Node]()
+
 ASKED: dict[int, Any] = {}
 """By graph task, what the engine was asked for in passes without ordinary gradients: see `capture/lean.py`."""
 
@@ -48,9 +50,9 @@ def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> No
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
     caller = sys._getframe(1)
-    if (by := caller.f_globals.get("__name__")) in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf):
-        return
-    NEW.append(handle)
+    by = caller.f_globals.get("__name__")
+    if not (by in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf)):
+        NEW.append(handle)
     if len(NEW) > _most[0]:
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
         _most[0] = max(1000, 2 * len(NEW))
@@ -82,70 +84,49 @@ class AtOutput:
     node but leave its base's node in the graph.
     """
 
-    __slots__ = ("__weakref__", "call", "inputs", "live", "number", "receiver", "shape", "slot")
+    __slots__ = ("__weakref__", "inputs", "live", "number", "receiver", "shape", "slot", "use")
 
     def __init__(
-        self,
-        call: LayerCall,
-        receiver: Any,
-        slot: int,
-        output: Tensor,
-        live: Any,
-        inputs: frozenset[Node],
+        self, call: LayerCall, receiver: Any, slot: int, output: Tensor, live: Any, inputs: frozenset[Node]
     ) -> None:
         self.receiver, self.slot, self.shape = receiver, slot, output.shape
         base = output._base
         self.number = (output if base is None else base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
-        self.call: LayerCall | None = call  # None when no pass can arrive any more
+        self.use: LayerCall | None = call  # None when no pass can arrive any more
 
-    @property
-    def is_over(self) -> bool:
-        return self.call is None
-
-    def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        call, grad = self.call, grads[self.number]
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        call, grad = self.use, grads[self.number]
         if call is None:
             return
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
         if grad is None or not self.receiver.take(call, grad):
-            if node is None and torch.is_grad_enabled():
-                node = current_node()
+            node = current_node() if torch.is_grad_enabled() else None
             self.receiver.receive(call, self.slot, (grad,), node, self)
-            if keeps_graph() if keeps is None else keeps:
+            if keeps_graph():
                 return
         # Autograd frees what it saved.  If the user keeps the loss, that must not keep the inputs alive.
-        self.call = self.live = None
-        self.inputs = _NO_NODES
-
-
-_NO_NODES = frozenset[Node]()
+        self.use = self.live = None
+        self.inputs = NO_NODES
 
 
 class Link(NamedTuple):
-    """What a node makes for parameters, or for nodes that pass it on to one parameter alone.
+    """What a node makes for parameters, or for nodes that pass it on to one parameter alone."""
 
-    node: its number in the trace
-    made: the places of these inputs, and who receives their gradients: a parameter, by name, or a node, by number
-    is_first: whether its own gradient is a use's, and not another link's
-    output: the number of the output at which it receives gradient from another link
-    """
-
-    node: int
-    made: tuple[tuple[int, str | int], ...]
-    is_first: bool
-    output: int
+    node: int  # its number in the trace
+    made: tuple[tuple[int, str | int], ...]  # the places of inputs, and who receives their gradients: a parameter, or a node
+    is_first: bool  # whether its own gradient is a use's, and not another link's
+    output: int  # the number of the output at which it receives gradient from another link
 
 
+@dataclass(eq=False, slots=True)
 class Passed:
     """A hook that runs after a node, and notes what the node has made until that arrives.  See `Pass.made`."""
 
-    __slots__ = ("backward", "link")
-
-    def __init__(self, backward: Any, link: Link) -> None:
-        self.backward, self.link = backward, link
+    backward: Any
+    link: Link
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
         running, link = self.backward.running, self.link
@@ -158,13 +139,12 @@ class AtNode:
     """A hook on a node at which values of parameters meet the batch.  The node holds the hook, so the hook can't hold it."""
 
     __slots__ = ("__weakref__", "receiver", "use")
-    is_over = False
 
     def __init__(self, use: NodeUse, receiver: Any) -> None:
         self.receiver, self.use = receiver, use
 
-    def __call__(self, grads: tuple[Tensor | None, ...], node: Node | None = None, keeps: bool | None = None) -> None:
-        self.receiver.receive(self.use, 0, grads, current_node() if node is None else node, self)
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.receiver.receive(self.use, 0, grads, current_node(), self)
 
 
 class AtParameter:
@@ -199,23 +179,10 @@ def on_node(node: Any) -> tuple[AtOutput | AtNode, ...]:
     return node.metadata.get(put_on, ())
 
 
-def attach(
-    call: LayerCall,
-    output: Any,
-    outputs: Sequence[Tensor],
-    receiver: Any,
-    is_compared: bool,
-    live: Any,
-    inputs: frozenset[Node],
-) -> tuple[Any, list[tuple[Node, AtOutput]]]:
-    """Sends the gradients at a call's outputs to a receiver.  Returns the output, and the hooks with their nodes.
-
-    outputs: the tensors of the output
-    is_compared: whether the call keeps its output, to compare a later one with it
-    live: the arguments with their graph
-    inputs: the nodes that made the arguments
-    """
-    if len(outputs) > 1 or is_compared or not keeps_its_node(outputs[0]):
+def attach(call: LayerCall, output: Any, receiver: Any, *more: Any) -> tuple[Any, list[tuple[Node, AtOutput]]]:
+    """Sends a call's gradients to a receiver.  Returns the output, and the hooks with their nodes.  more: see `AtOutput`"""
+    outputs = tensors_of(output)
+    if len(outputs) > 1 or call.known.rule.recomputes or not keeps_its_node(outputs[0]):
         # An output may be computed from another one, as an LSTM's h from its c.  The gradient at a copy comes from uses
         # outside the layer only.  A copy is also needed if the user may overwrite an output that is compared later, or a
         # view, whose node would be lost.
@@ -225,7 +192,7 @@ def attach(
     for slot, x in enumerate(outputs):
         source = x if x._base is None or x.grad_fn is None else x._base
         if source.grad_fn is not None:
-            hook = AtOutput(call, receiver, slot, x, live, inputs)
+            hook = AtOutput(call, receiver, slot, x, *more)
             put_on(source.grad_fn, hook)
             hooked.append((source.grad_fn, hook))
     return output, hooked
@@ -250,22 +217,12 @@ class Returned:
     forward: int
 
 
-def mark_returned(value: Value, mark: Returned) -> None:
-    """Marks an output of a model, so that `returned_in` finds it."""
-    notes: Any = value.node.metadata
-    notes.setdefault(Returned, {})[value.number] = mark
-
-
 class Behind(NamedTuple):
-    """What values were computed from.
+    """What values were computed from."""
 
-    marks: the marked outputs    ends: their nodes, unless something was computed from other outputs of these
-    receivers: of the uses that are reached by other ways than through marked outputs
-    """
-
-    marks: dict[Value, Returned]
-    ends: list[Node]
-    receivers: set[Any]
+    marks: dict[Value, Returned]  # the marked outputs
+    ends: list[Node]  # their nodes, unless something was computed from other outputs of these
+    receivers: set[Any]  # of the uses that are reached by other ways than through marked outputs
 
 
 def returned_in(values: Iterable[Value], stops_at_uses: bool = False) -> Behind:

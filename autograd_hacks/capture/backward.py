@@ -63,9 +63,7 @@ class Backward:
         self.is_behind = False  # whether parameters also have hooks that run after the accumulation into ``.grad``
         self.watched: ByTensor[tuple[RemovableHandle, ...]] = ByTensor()  # the parameters' hooks
         self.looked = RemovableHandle.next_id  # torch's count of hooks as the last forward ended, or before the first one
-        # Watches the user's hooks that were registered since a count.
-        self.watch_before: Callable[[Sequence[tuple[dict[int, Any], int]]], None] = lambda _: None
-        self.watch_late: Callable[[int], None] = lambda _: None
+        self.watching: Any = None  # over the user's hooks on gradients, once a forward was read: a `Watch`
         self.running: Pass | None = None
         self.answered = False  # whether a pass has arrived since the last forward began
         # A parameter by name, and the state of its .grad when the last pass had ended.
@@ -95,7 +93,6 @@ class Backward:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """A context whose passes record nothing."""
         with kept(self, "is_silent"):
             self.is_silent = True
             yield
@@ -129,7 +126,6 @@ class Backward:
         return are_new(self.looked)
 
     def has_looked(self) -> None:
-        """Says that the hooks that there are now are known."""
         self.looked = RemovableHandle.next_id
 
     def enter(self, task: int) -> Pass:
@@ -145,25 +141,21 @@ class Backward:
                 self.running.refused = WITHIN
             self._newest = max(task, self._newest)
             if (asked := ASKED.get(task)) is not None:
-                self._skip(self.running, asked)
+                skipped = self.record.names.of([leaf.variable for leaf in asked.skipped])  # where no gradient will arrive
+                self.running.skipped.update(filter(None, skipped))
+                if self.record.on_arrival is not None:
+                    self.running.left = asked.counts(self)
             self.record.superseded, self.record.superseded_unseen = [], {}
             call_at_end(partial(self._finish, self.running))
         return self.running
 
     def refuse(self, why: str) -> None:
-        """Says why the running pass has no rows."""
         self.enter(current_task()).refused = why
-
-    def _skip(self, running: Pass, asked: Any) -> None:
-        """Notes the parameters at which no gradient will arrive."""
-        names = map(self.record.names.get, [leaf.variable for leaf in asked.skipped])
-        running.skipped.update(name for name in names if name is not None)
-        if self.record.on_arrival is not None:
-            running.left = asked.counts(self)
 
     def _finish(self, ended: Pass) -> None:
         if self.has_new_hooks():
-            self.watch_late(self.looked)
+            if self.watching is not None:
+                self.watching.late(self.looked)
             self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
         self.running = None
@@ -174,17 +166,21 @@ class Backward:
             call_at_end(partial(self._note_left, ended))
 
     def _note_left(self, ended: Pass) -> None:
-        leaves = ((name, p) for name, p in ended.own_parameters() if p.is_leaf and self._is_models(p, ended))
-        states = ((name, weakref.ref(p), self.record.state_of_grad(name, p)) for name, p in leaves)
+        edges = (use.edges[local] for use, grads in ended.received.items() if use.is_own for local in grads.reached)
+        states = (
+            (name, weakref.ref(p), self.record.state_of_grad(name, p))
+            for name, p, _ in edges
+            if p.is_leaf and self._is_models(p)
+        )
         left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
         self._left = next(left, None)
 
-    def _is_models(self, parameter: Tensor, running: Pass) -> bool:
+    def _is_models(self, parameter: Tensor) -> bool:
         """Whether a parameter is the model's, also if it came after `add_hooks`, and no other tensor of functional_call."""
-        if parameter not in self.record.names and running.held is None:
-            owner = self.owner()
-            running.held = frozenset(map(id, () if owner is None else owner.tree.all()[1].values()))
-        return parameter in self.record.names or id(parameter) in (running.held or ())
+        owner, names = self.owner(), self.record.names
+        if parameter not in names and owner is not None and any(p is parameter for p in owner.tree.all()[1].values()):
+            names[parameter] = self.record.name_of(parameter)
+        return parameter in names
 
     def _file(self, current: Pass, forward: int) -> None:
         """Files a pass, and notes whether it adds to what the last one left in ``.grad``, when it arrives first."""
@@ -199,7 +195,7 @@ class Backward:
         if not call.is_plain:
             return False
         known, within = call.known, call.within
-        current, calls = self._usual_in(within), within.calls
+        current, calls = self._usual_in(within), within.facts.calls
         if current is None or calls is None or calls[call.number] is None or not within.leaves.keys() >= known.ids:
             return False
         if call in current.received:  # a graph that a pass made led here, too
@@ -235,7 +231,7 @@ class Backward:
 
     def _is_usual(self, within: Within) -> bool:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
-        if within.calls is None or self.record.on_arrival is not None or keeps_graph():
+        if within.facts.calls is None or self.record.on_arrival is not None or keeps_graph():
             return False
         if (asked := ASKED.get(current_task())) is not None:
             return asked.skipped.issuperset(within.leaves.values())
@@ -258,17 +254,14 @@ class Backward:
         """Records the gradients that the running pass brings to a use, where `take` has left something to decide.
 
         grads: from output number ``slot`` on    node: where they arrived, if that matters    hook: the one that has them"""
-        if not self.hears() or is_transformed():
-            return
-        for g in grads:
-            if g is not None and is_batched(g):  # is_grads_batched=True: many passes in one
-                return
+        if not self.hears() or is_transformed() or any(g is not None and is_batched(g) for g in grads):
+            return  # of is_grads_batched=True: many passes in one
         makes_graph = torch.is_grad_enabled()
         if isinstance(use, NodeUse) and use.samples == 1 and not makes_graph:
             # A parameter may take a view of this memory for its .grad, to which later passes add.
             grads = [None if g is None else g.clone() for g in grads]
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
-        if runs_modules and node is not None:
+        if runs_modules:
             self._speak_after(node)
         kind = use.within.kind
         if makes_graph or kind.derives is None:
@@ -352,9 +345,7 @@ class Backward:
         return received
 
     def arrive(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
-        """Receives a parameter's gradient, after all uses that it passed through.
-
-        Returns the gradient to use instead, or None."""
+        """Receives a parameter's gradient, after all uses that it passed through.  Returns what to use instead, or None."""
         self._note_arrival(parameter, grad)
         if grad is None or grad.grad_fn is None or not torch.is_grad_enabled():
             return None
@@ -370,16 +361,12 @@ class Backward:
     def _note_arrival(self, parameter: Tensor, grad: Tensor | None) -> None:
         if not self.hears():
             return
-        record, running, own = self.record, self.running, False
+        record, running = self.record, self.running
         name = record.names.get(parameter) or record.name_of(parameter)
-        if grad is None and record.on_arrival is None:
-            return
         uses = () if running is None else running.calls_of.get(name, ())
         is_known = running is not None and grad is not None and running.made.pop(name, None) is grad and not running.by_modes
         if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
-        if running is not None and not self.wants_grad:
-            own = not running.captures and any(use.is_own for use in uses)
         self.reached(name, grad)
         if grad is None:
             return
@@ -387,8 +374,9 @@ class Backward:
             record.unseen[name] = record.forwards
             return
         if not running.captures:
-            running.fills_grad |= self.wants_grad or not own
-            if own and self._is_models(parameter, running):
+            own = not self.wants_grad and any(use.is_own for use in uses)
+            running.fills_grad |= not own
+            if own and self._is_models(parameter):
                 self._keeps[name], parameter.grad = parameter.grad, None
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -401,7 +389,7 @@ class Backward:
     def check_captured(self, parameters: Sequence[Tensor]) -> None:
         """Raises if ordinary gradients are requested.  parameters: those that torch.autograd.grad captures"""
         # The library's own passes request them only to leave .grad alone, and don't use them.
-        if self.wants_grad or current_task() in ANNOUNCED or self.is_silent:
+        if self.wants_grad or current_task() in ANNOUNCED:
             return
         if any(p in self.record.names and may_skip(p) for p in parameters):
             raise ParamGradSkipped(
@@ -423,5 +411,5 @@ def _spoken(backward: weakref.ref[Backward], *_: object) -> None:
 
 
 def _accumulated(backward: weakref.ref[Backward], parameter: Tensor) -> None:
-    if (heard_by := backward()) is not None and (heard_by._keeps or heard_by.reduction.reducing):
+    if (heard_by := backward()) is not None:
         heard_by.accumulated(parameter)

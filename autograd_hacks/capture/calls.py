@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -26,21 +25,16 @@ from autograd_hacks.support.trees import is_packed, map_tensors, versions_among
 
 
 class Layer:
-    """What stays the same from call to call of a layer with a rule.
+    """What stays the same from call to call of a layer with a rule.  path: its name in the model
 
-    path: its name in the model
-    wanted: the parameters whose rows are wanted, by their names in the layer and in the model
-    """
+    wanted: the parameters whose rows are wanted, by their names in the layer and in the model"""
 
     def __init__(self, path: str, layer: nn.Module, rule: Rule, wanted: Sequence[tuple[str, Tensor, str]]) -> None:
         self.path, self.layer, self.rule, self.wanted = path, layer, rule, wanted
-        own = layer._parameters
-        self._locals, self._own = tuple(own), [*map(id, own.values())]
-        self._trains = [p is not None and p.requires_grad for p in own.values()]
-        self._buffers = [*map(id, layer._buffers.values())]
+        self._state = self._state_of(layer)
         # The rule may read them.
-        self.read = [(local, x) for local, x in (*own.items(), *layer._buffers.items()) if x is not None]
-        self.tensors = [x for _, x in self.read]
+        self.held = {n: x for n, x in (*layer._parameters.items(), *layer._buffers.items()) if x is not None}
+        self.tensors = [*self.held.values()]
         self.ids = frozenset([id(p) for _, p, _ in wanted])
         self.locals, self.names = tuple([local for local, _, _ in wanted]), tuple([name for _, _, name in wanted])
         self.is_given = is_given(layer)
@@ -49,26 +43,19 @@ class Layer:
         self.ref = weakref.ref(self)
 
     def holds(self, layer: nn.Module) -> bool:
-        own = layer._parameters
-        if layer is not self.layer or (*own,) != self._locals or not self.settings.are_of(layer):
-            return False
-        values = own.values()
-        if [*map(id, values)] != self._own or [p is not None and p.requires_grad for p in values] != self._trains:
-            return False
-        if (layer._buffers or self._buffers) and [*map(id, layer._buffers.values())] != self._buffers:
-            return False
-        return rule_for(layer) is self.rule
+        """Whether a layer is as it was."""
+        is_same = layer is self.layer and self.settings.are_of(layer) and self._state_of(layer) == self._state
+        return is_same and rule_for(layer) is self.rule
 
-
-FIRST = (Layout(),)
-"""The samples are on axis 0 of the only output."""
+    @staticmethod
+    def _state_of(layer: nn.Module) -> tuple[Any, ...]:
+        own, buffers = layer._parameters, layer._buffers
+        trains = [p is not None and p.requires_grad for p in own.values()]
+        return (*own,), [*map(id, own.values())], trains, [*map(id, buffers.values())] if buffers else []
 
 
 class LayerCall(Use, Call):
-    """A call of a layer with a rule: everything that the rule reads.
-
-    Most of what may be asked about a call is asked about none, so the log notes it in few words: `_FOLLOWS` has the rest.
-    """
+    """A call of a layer with a rule.  Most of what may be asked about a call is asked about none: `_FOLLOWS` has that."""
 
     known: Layer  # the layer as it was
     number: int  # its place in the log, if it belongs to a forward
@@ -81,7 +68,7 @@ class LayerCall(Use, Call):
 
     def __getattr__(self, name: str) -> Any:
         if name == "whose":
-            calls = self.within.calls
+            calls = self.within.facts.calls
             return _NOBODYS if calls is None else calls[self.number] or _NOBODYS
         if name not in _FOLLOWS:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
@@ -97,22 +84,21 @@ class LayerCall(Use, Call):
         known, within = self.known, self.within
         if grads.reached is not known.locals or grads.live is not None:  # it came in another way than the usual
             return None
-        if not (self.is_plain and self.is_first and within.plain and within.plain[self.number] and within.documents is None):
+        plain = within.facts.plain if self.is_plain and self.is_first and not within.refused else ()
+        if not (plain and plain[self.number]) or within.documents is not None:
             return None
         ((x,), (grad,)), samples, dtype = (self.args, grads.at), within.samples, known.wanted[0][1].dtype
         if grad is None or not samples or rule_for(known.layer) is not known.rule:
             return None
-        if versions_among(x, grad) != [self.overwritten[0], *grads.versions] or grad.shape[:1] != (samples,):
-            return None
-        if (x.dtype is not dtype and x.is_floating_point()) or type(grad) is not Tensor or grad.dtype is not dtype:
-            return None
-        if grad.layout is not torch.strided:
+        is_usual = type(grad) is Tensor and grad.dtype is dtype and grad.layout is torch.strided
+        is_as_noted = versions_among(x, grad) == [self.overwritten[0], *grads.versions] and grad.shape[:1] == (samples,)
+        if not (is_usual and is_as_noted) or (x.dtype is not dtype and x.is_floating_point()):
             return None
         layer = known.settings.put_back(known.layer)
-        call = Call(
-            known.path, layer, self.args, {}, self.training, (grad,), self.state, None, (), self.precision, True, self.saved
-        )
-        return self._by_formula(call, known.locals, samples)
+        return self._by_formula(LayerCall(**{**self.__dict__, "layer": layer, "grads": (grad,)}), known.locals, samples)
+
+    def _shape_of(self, name: str, value: Tensor) -> torch.Size:
+        return self.known.held.get(name, value).shape
 
     @property
     def what(self) -> str:
@@ -122,42 +108,32 @@ class LayerCall(Use, Call):
     def place(self) -> str:
         return where(self.path, self.layer)
 
-    def batch_size(self, grads: OutputGrads) -> int:
-        if self.documents is not None:
-            return self.documents.losses
-        return self._rows(grads) if self.samples is None else self.samples
-
     def _rows(self, grads: OutputGrads) -> int:
         """The size of axis 0 of the outputs, or the count by the layer's rule if it has one."""
         if (count := self.known.rule.count) is not None:
-            rows: int = count(self.layer, self.args, self.kwargs)
-            return rows
+            return count(self.layer, self.args, self.kwargs)
         return grads.first.shape[0] if grads.first.ndim else 1
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
-        call = self
-        if grads.live is not None:
-            call = copy(self)
-            call.args, call.kwargs = grads.live
-        rule: Rule = self.known.rule
-        layout = self.layouts[0] if self.samples is not None and self.layouts else None
+        rule, (layouts, labels, _) = self.known.rule, self.whose
+        layout = layouts[0] if self.samples is not None and layouts else None
         if rule_for(self.layer) is not rule:  # nobody has compared what the other one gives
             raise UnsupportedLayer(f"{self.place}: its rule was replaced or removed after the forward pass. Repeat the step")
         if self.documents is not None:
             features = None if rule.features is None else rule.features(self.layer)
             shape = grads.first.shape
-            found = None if features is None or self.labels is not None else self.documents.layout(shape, layout, features)
+            found = None if features is None or labels is not None else self.documents.layout(shape, layout, features)
             by_position = check_told(found, self.place, shape)
-            forms = call._by_rule(grads, by_position if by_position.fold else None, self.documents.ids.numel())
+            forms = self._by_rule(grads, by_position if by_position.fold else None, self.documents.ids.numel())
             return {name: self.documents.rows(form) for name, form in forms.items()}
-        if self.labels is not None:
-            forms = call._by_rule(grads, None, len(self.labels))
-            return {name: gathered(form, self.labels, self.samples or 0) for name, form in forms.items()}
+        if labels is not None:
+            forms = self._by_rule(grads, None, len(labels))
+            return {name: gathered(form, labels, self.samples or 0) for name, form in forms.items()}
         if rule.features is not None and layout is not None:
             self._check_layout(layout, grads.first.shape)
-            return call._by_rule(grads, layout if layout.axis or layout.fold else None, self.samples or 0)
+            return self._by_rule(grads, layout if layout.axis or layout.fold else None, self.samples or 0)
         rows = self._rows(grads)
-        forms = call._by_rule(grads, None, rows)
+        forms = self._by_rule(grads, None, rows)
         if layout is None or not layout.fold:
             return forms
         labels = layout.rows(rows, self.samples or 0, grads.first.device)
@@ -166,16 +142,14 @@ class LayerCall(Use, Call):
     def _by_rule(self, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
         """The forms that the layer's rule returns.
 
-        layout: where the samples are; None if they are where the rule expects them
-        rows: how many rows it must return
-        """
+        layout: where the samples are; None if they are where the rule expects them    rows: how many it must return"""
         dtype, samples = next(iter(self.edges.values())).parameter.dtype, rows
 
         def as_expected(tensor: Tensor) -> Tensor:
             tensor = ready(tensor, dtype)
             return tensor if layout is None or not layout.fits(tensor, samples) else layout.samples_first(tensor, samples)
 
-        args, kwargs = map_tensors(as_expected, self.args), map_tensors(as_expected, self.kwargs)
+        args, kwargs = [map_tensors(as_expected, given) for given in grads.live or (self.args, self.kwargs)]
         at = tuple([g if g is None else as_expected(g) for g in grads.at])
         saved = {name: as_expected(x) for name, x in (self.saved or {}).items()}
         layer = self.known.settings.put_back(self.layer)
@@ -227,7 +201,7 @@ class LayerCall(Use, Call):
 
 
 def _edges(call: LayerCall) -> Mapping[str, Edge]:
-    leaves, calls = call.within.leaves, call.within.calls
+    leaves, calls = call.within.leaves, call.within.facts.calls
     if calls is not None and calls[call.number] is None:  # its rows come from where its output meets the batch
         return {}
     wanted = call.known.wanted
@@ -239,7 +213,7 @@ _FOLLOWS: Mapping[str, Callable[[LayerCall], Any]] = {
     "layer": lambda call: call.known.layer,
     "kwargs": lambda call: {},
     "edges": _edges,
-    "state": lambda call: {local: (p, n) for (local, p), n in zip(call.known.read, call.overwritten[1:])},
+    "state": lambda call: {local: (p, n) for (local, p), n in zip(call.known.held.items(), call.overwritten[1:])},
     "versions": lambda call: [(call.args[0], call.overwritten[0])],
 }
 """What follows about a call from what was noted."""
@@ -247,5 +221,4 @@ _NOBODYS = Whose()
 
 
 def packed_into(call: Call) -> PackedSequence | None:
-    """The packed sequence among a layer's arguments."""
     return next((x for x in (*call.args, *call.kwargs.values()) if is_packed(x)), None)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.hooks import BackwardHook
 
 from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.graph.label import At, Entries, Label, One, Several, entries, on_axis
+from autograd_hacks.graph.label import Label, One, Owned, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
 from autograd_hacks.support.graph import NEW, Leaf
 from autograd_hacks.support.internals import current_node, made, sequence_number
@@ -48,17 +49,15 @@ def _is_own(hook: Any) -> bool:
 
 
 class Watch(NamedTuple):
-    """Watches the hooks that were registered in a forward, or later.
-
-    labels: gives those of the forward; None if they are unknown"""
+    """Watches the hooks that were registered in a forward, or later."""
 
     backward: weakref.ref[Backward]
-    labels: Callable[[], Labels] | None
+    labels: Callable[[], Labels] | None  # gives those of the forward; None if they are unknown
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
         put_last(hooks)
-        new = [(own, key) for own, key in hooks if key in own and not _is_watched_by(own[key], self.backward)]
+        new = [(own, key) for own, key in hooks if key in own and self.backward not in watching(own[key])]
         labels = self.labels() if new and self.labels is not None else None
         for own, key in new:
             own[key] = _Watched(self.backward, own[key], labels, self.samples)
@@ -73,12 +72,8 @@ class Watch(NamedTuple):
                 )
 
 
-def _is_watched_by(hook: Any, backward: weakref.ref[Backward]) -> bool:
-    while isinstance(hook, _Watched):  # by one hooked model after the other
-        if hook.backward == backward:
-            return True
-        hook = hook.hook
-    return False
+def watching(hook: Any) -> tuple[weakref.ref[Backward], ...]:
+    return hook.watching if isinstance(hook, _Watched) else ()
 
 
 class _Watched:
@@ -88,6 +83,7 @@ class _Watched:
         self, backward: weakref.ref[Backward], hook: Callable[..., Any], labels: Labels | None, samples: int
     ) -> None:
         self.backward, self.hook, self.labels, self.samples = backward, hook, labels, samples
+        self.watching = (*watching(hook), backward)  # one hooked model after the other
         self.users: Callable[..., Any] = hook.users if isinstance(hook, _Watched) else hook
 
     def __call__(self, *args: Any) -> Any:
@@ -111,34 +107,25 @@ class _Watched:
         if isinstance(args[0], Tensor) and len(values) > 1:  # which output's it is can be told by its shape only
             own = [v for v in values if tuple(v[0]._input_metadata[v[1]].shape) == tuple(given[0].shape)]
             values = own[:1] if len({repr(self._label(*v)) for v in own}) == 1 else []
-        labels = [self._label(*value) for value in values]
-        is_known = (
-            len(labels) == len(given)
-            and not self._is_of_inputs()
-            and not any(
-                label is None or isinstance(label, Several) for label, x, y in zip(labels, given, found) if x is not y
-            )
-        )
+        labels, module = [self._label(*value) for value in values], _module_of(self.users)
+        # A module's full backward hook gets gradients of inputs and outputs together.
+        is_of_inputs = module is not None and module.setup_output_hook.__qualname__ not in self.users.__qualname__
+        moved = [label for label, x, y in zip(labels, given, found) if x is not y]
+        is_known = len(labels) == len(given) and not is_of_inputs and all(isinstance(label, Owned) for label in moved)
         if not is_overwritten and is_known and self._is_apart(args, given, found, labels):
             return
         what = "overwrites gradient" if is_overwritten else "changes gradient, and not sample by sample,"
-        cure = "a new gradient of which no entry depends on another sample"
-        if self._is_of_inputs():
-            what, cure = "changes the gradient of a module's inputs", "register x.register_hook on the input"
+        of_inputs = "changes the gradient of a module's inputs", "register x.register_hook on the input"
+        what, cure = of_inputs if is_of_inputs else (what, "a new gradient of which no entry depends on another sample")
         backward.refuse(
             f"samples mix, or may: {named(self.users)} {what} at {node.name()}. No row is known behind "
             f"it. Let the hook return None, or {cure}; or change .grad after the rows are read."
         )
 
-    def _is_of_inputs(self) -> bool:
-        """Whether it is a module's full backward hook, which gets gradients of inputs and outputs together."""
-        own = _module_of(self.users)
-        return own is not None and own.setup_output_hook.__qualname__ not in self.users.__qualname__
-
     def _label(self, node: Any, number: int) -> Label:
         if node is None or self.labels is None:
             return None
-        rows = [on_axis(torch.arange(x.shape[0]), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
+        rows = [on_axis(torch.arange(x.shape[0], device="cpu"), 0, len(x.shape)) if x.shape else One(0) for x in made(node)]
         found = self.labels.get(sequence_number(node), rows)
         return found[number] if number < len(found) else None
 
@@ -148,9 +135,7 @@ class _Watched:
 
         Each two samples are apart in some bit of their numbers: the hook runs again without the samples that have it."""
         owners = [
-            None
-            if x is None or not isinstance(label, At | One | Entries)
-            else entries(label, x.shape, self.samples, x.device)
+            entries(label, x.shape, self.samples, x.device) if x is not None and isinstance(label, Owned) else None
             for label, x in zip(labels, given)
         ]
         most = max((int(own.max()) for own in owners if own is not None and own.numel()), default=0)
@@ -190,15 +175,8 @@ def _changed(given: Any, result: Any) -> bool:
 
 def _module_of(hook: Any) -> BackwardHook | None:
     """What torch keeps for the hooks of a module, if this is the hook by which it calls them."""
-    cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if _is_set(cell))
+    cells = (cell.cell_contents for cell in getattr(hook, "__closure__", None) or () if cell != CellType())
     return next((own for own in cells if isinstance(own, BackwardHook)), None)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def named(hook: Any) -> str:

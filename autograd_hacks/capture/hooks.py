@@ -128,11 +128,10 @@ def add_hooks(
 
 def _hook_all(recorder: Recorder, model: nn.Module) -> None:
     """Puts the missing hooks on a model and its layers."""
-    rules, forward = {layer: rule_for(layer) for layer in model.modules()}, recorder.forward
-    # Users may call a module by itself if it reads parameters that no rule covers.
-    left_out = recorder.record.left_out
+    left_out, forward = recorder.record.left_out, recorder.forward
     forward.layers.clear()
     asked = {id(p) for name, p in model.named_parameters() if name not in left_out} if left_out else None
+    # Users may call a module by itself if it reads parameters that no rule covers.
     own_readers = {m for m in uncovered(model) if getattr(type(m), "forward", None) is not nn.Module.forward}
     for path, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -140,7 +139,7 @@ def _hook_all(recorder: Recorder, model: nn.Module) -> None:
         there = own_hooks(recorder, layer)
         for own in there:
             own.path = path  # the path may have changed
-        by_rule, does = rules[layer], [own.then for own in there]
+        by_rule, does = rule_for(layer), [own.then for own in there]
         if by_rule and asked is not None:
             wanted = [p for p in layer._parameters.values() if p is not None and id(p) in asked]
             # Vectors are read at autograd's own nodes, which takes no memory for inputs or gradients.
@@ -185,9 +184,7 @@ def hooked_copy(
 ) -> Iterator[Recorder]:
     """A context in which a copy of a hooked model has hooks and a recorder of its own, with the same settings.
 
-    independent: see `add_hooks`; it is shown once more
-    within, knows: see `Kinds.for_copy`
-    """
+    independent: see `add_hooks`; it is shown once more    within, knows: see `Kinds.for_copy`"""
     own = Recorder(model)
     own.is_aside = own.said_uncompiled = True
     own.record.left_out = recorder.record.left_out
@@ -292,10 +289,7 @@ class Hooked(Shown):
         _hook_all(recorder, self._model)
 
     def describe(self, trained: bool = False) -> Any:
-        """A table of the model's parameters: `autograd_hacks.describe`.
-
-        trained: whether to leave out frozen parameters
-        """
+        """A table of the model's parameters: `autograd_hacks.describe`.  trained: whether to leave out frozen ones"""
         return ABOVE.describe(self._model, trained)
 
     def _table(self) -> Table:
@@ -378,7 +372,6 @@ class Hook:
 
 
 def own_hooks(recorder: Recorder, module: nn.Module) -> list[Hook]:
-    """A recorder's hooks on a module."""
     every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in every if isinstance(hook, Hook) and hook.recorder is recorder]
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,7 +48,6 @@ class Kind:
     pending: bool = True  # whether the next forward must be shown to be independent
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
     shown: str = ""  # how they were, in the last forward
-    why_unshown: str = ""  # why laws don't show that
     dependent: tuple[str, Sequence[int]] | None = None  # how values of samples mix without a gradient, and in which outputs
     tapes: Tapes = field(default_factory=Tapes)  # of forwards whose samples were shown to be independent
 
@@ -60,6 +60,32 @@ class Whose(NamedTuple):
     is_unseen: bool = False  # whether no gradient from the outputs leads to it, or it has no entries
 
 
+@dataclass
+class Facts:
+    """What was read of a forward's graph, which is so in each forward with an equal one."""
+
+    calls: Sequence[Whose | None] | None = None  # whose each call's outputs are; None where its rule gives no rows
+    nodes: dict[str, list[str]] = field(default_factory=dict)  # by parameter, the nodes that read it, for messages
+    covered: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
+    disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
+    returns_parameters: bool = False  # whether some output depends on parameters only
+    is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
+
+    @cached_property
+    def plain(self) -> list[bool]:
+        """For each call, whether its only output has the samples first."""
+        return [own is not None and own.layouts == (Layout(),) and not own.is_unseen for own in self.calls or ()]
+
+
+class Unknown(NamedTuple):
+    """What laws don't show of a forward whose samples must be independent."""
+
+    why: str = ""
+    at: int | None = None  # the number of the operation at which they don't
+    meets: bool = False  # whether they say that samples meet there
+    sites: Collection[tuple[Any, ...]] = ()  # if they show all else, what they don't
+
+
 @dataclass(eq=False)
 class Within:
     """One forward, or another graph: what all uses in it share, and what was read of it.
@@ -70,26 +96,18 @@ class Within:
     kind: Kind = field(default_factory=Kind)
     samples: int | None = None  # N, if its own arguments or outputs show it
     documents: Documents | None = None  # whose rows are wanted, instead of samples'
-    calls: Sequence[Whose | None] | None = None  # whose the outputs of each call are, once that was read
-    plain: Sequence[bool] = ()  # for each call: whether its only output has the samples first, if none is refused
-    leaves: Mapping[int, Node] = field(default_factory=dict)  # then: where parameters (id) end the graph
+    facts: Facts = field(default_factory=Facts)
+    leaves: Mapping[int, Node] = field(default_factory=dict)  # where parameters (id) end the graph, once that was read
     axis: int | None = None  # the samples' axis in the model's arguments; None if the user gave each one
     counted_at: int | None = None  # the output that shows N, if no argument does
     places: Sequence[Any] = ()  # where samples are in the model's outputs, as `Returned` has it; None where nothing says it
-    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by parameter, the nodes that read it
-    by_rule: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
     refused: Mapping[str, str] = field(default_factory=dict)  # why a parameter has no rows
-    disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     mixing: str = ""  # how samples mix
-    unshown: Exception | None = None  # why they weren't shown not to, where other processes are to know when rows are read
+    failed: Exception | None = None  # the check of this, where other processes are to know when rows are read
     mixed_outputs: Sequence[int] = ()  # the numbers of the model's outputs in which they do
-    open_sites: Collection[tuple[Any, ...]] = ()  # what no law shows, where laws show all else
-    unshown_at: int | None = None  # the number of the operation at which laws don't show it
-    meet: bool = False  # whether they say that samples meet there
+    unknown: Unknown = field(default_factory=Unknown)
     untold: str = ""  # why an output's entries can't be assigned to documents
-    returns_parameters: bool = False  # whether some output depends on parameters only
     mixes_at: str = ""  # the name of a node at which samples mix, whether or not parameters are behind it
-    is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
     compared: set[str] | None = None  # the parameters whose rows need not be compared with gradients; None for all
     unsure: frozenset[str] = frozenset()  # those whose rows are compared in each step, since they may be of other values
 
@@ -165,7 +183,8 @@ class Kinds:
 
         path: of the called module    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
-        if any(x.is_nested for x in tensors_in(args, kwargs)):
+        tensors = tensors_in(args, kwargs)
+        if any(x.is_nested for x in tensors):
             within.kind = Kind()
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
@@ -183,11 +202,12 @@ class Kinds:
         # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         is_unread = is_bag and axis is not None and not self.independent
-        if not self._is_whole or is_unread or any(isinstance(x, Tensor) and x.is_meta for x in batch.leaves):
+        if not self._is_whole or is_unread or any(x.is_meta for x in tensors):
             return None
         axis = None if is_bag else axis  # entries are packed
         samples = batch.samples(axis)
-        if samples == 0 or (axis == 0 and batch.samples(1) == 0 and runs_time_first(modules, batch)):
+        is_empty = axis == 0 and 0 in [x.numel() for x in tensors]
+        if samples == 0 or (is_empty and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             within.samples = 0
             return None
         key = path, batch.signature(), samples == 1, tuple(map(_TRAINING, modules))

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, AtNode, may_skip, noted, noting, on_node, registers
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
@@ -59,8 +59,7 @@ class Asked(NamedTuple):
     def counts(self, backward: Backward) -> dict[str, int]:
         """By name of a skipped parameter of a model, how many gradients will arrive at its uses."""
         hooks = (hook for edge in self.inputs for hook in on_node(edge.node) if hook.receiver is backward)
-        uses = (hook.use if isinstance(hook, AtNode) else hook.call for hook in hooks)
-        edges = (edge for use in uses if use is not None for edge in use.edges.values())
+        edges = (edge for hook in hooks if hook.use is not None for edge in hook.use.edges.values())
         return Counter(edge.name for edge in edges if edge.node in self.skipped)
 
 
@@ -73,11 +72,11 @@ def meet(backward: Backward, ran: Ran) -> None:
     within = ran.within
     compared = [p for name, p in ran.parameters.items() if within.trusts(name)]
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
-    if within.calls is None or not (compared and is_usual):
+    if within.facts.calls is None or not (compared and is_usual):
         return
     trace = ran.trace
     uses = [node for node, _ in ran.hooks]
-    uses += [node for one in compress(ran.noted, within.calls) for node, _ in one.hooks]  # whose rules give rows
+    uses += [node for one in compress(ran.noted, within.facts.calls) for node, _ in one.hooks]  # whose rules give rows
     outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
     own = map(id, backward.record.own_among(compared))
     ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
@@ -137,20 +136,16 @@ def _backward(
 ) -> None:
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
-    roots, asked, hooks = [node for node in nodes if node is not None], None, []
-    if watching := [own for own in _HOOKED if own.has_new_hooks() and own.hears()]:
+    roots, asked, hooks, models = [node for node in nodes if node is not None], None, [], [*_HOOKED]
+    if watching := [own for own in models if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked for own in watching))
         for own in watching:
-            own.watch_before([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
+            if own.watching is not None:
+                own.watching.over([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
-    if (
-        inputs is None
-        and not (create_graph or hooks)
-        and Switch.on()
-        and current_task() == NO_TASK
-        and not (is_transformed() or dispatch_modes())
-    ):
-        asked = _asked(roots)
+    is_usual = inputs is None and not (create_graph or hooks) and Switch.on() and current_task() == NO_TASK
+    if is_usual and not (is_transformed() or dispatch_modes()):
+        asked = _asked(roots, models)
     with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
@@ -169,17 +164,17 @@ def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
     return frozenset((node.name(), getattr(node, "_saved_reduction", None)) for node in nodes)
 
 
-def _asked(roots: Iterable[Node]) -> Asked | None:
+def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
     """What the engine is to be asked for; None for everything."""
-    known = [own for own in _HOOKED if own.met and own.hears() and not (own.wants_grad or own.record.comparing)]
+    known = [own for own in models if not (own.wants_grad or own.record.comparing) and own.hears() and own.met]
     met = [one for own in known for one in [*own.met.values()]]
     if not met:
         return None
-    uses, takers, skippable = (frozenset().union(*sets) for sets in list(zip(*met))[2:])
+    first, is_only = met[0].made if len(met) == 1 else (), len(met) == 1
+    uses, takers, skippable = met[0][2:] if is_only else (frozenset().union(*sets) for sets in list(zip(*met))[2:])
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
-    seen, taken, others, is_only = set(nodes), dict[Any, None](), dict[Any, None](), len(met) == 1
+    seen, taken, others = set(nodes), dict[Any, None](), dict[Any, None]()
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
-    first = met[0].made if len(met) == 1 else ()
     for node in nodes:  # the list grows
         number = sequence_number(node)
         if number in uses:
@@ -207,7 +202,4 @@ def _asked(roots: Iterable[Node]) -> Asked | None:
 
 def _of(met: Sequence[Met], number: int) -> int:
     """Which forward has made a node; -1 for none of them."""
-    for n, own in enumerate(met):
-        if number in own.made:
-            return n
-    return -1
+    return next((n for n, own in enumerate(met) if number in own.made), -1)

@@ -10,29 +10,21 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from autograd_hacks.capture.arrivals import AtOutput, attach, keeps_its_node, own_hook, put_on, reach_of
+from autograd_hacks.capture.arrivals import NO_NODES, AtOutput, attach, keeps_its_node, own_hook, put_on, reach_of
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import Layer, LayerCall, packed_into
-from autograd_hacks.capture.kinds import Kind, Whose, Within
+from autograd_hacks.capture.kinds import Whose, Within
 from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.formulas.norms import STATISTICS
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.support.contexts import RandomState, autocast_dtype, cuda_devices_of, random_state
 from autograd_hacks.support.graph import node_of, saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
-from autograd_hacks.support.layout import Layouts, likeliest
+from autograd_hacks.support.layout import Layout, Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import (
-    map_tensors,
-    plain,
-    tensors_in,
-    tensors_of,
-    versions_among,
-    versions_of,
-)
+from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, versions_among, versions_of
 
 _NONE: dict[str, Any] = {}
-_NO_NODES = frozenset[Node]()
 
 INSIDE_PASS = (
     "a backward pass runs a part of the forward again, in a reentrant checkpoint or in a Function's backward, which can't "
@@ -60,16 +52,12 @@ class Noted(NamedTuple):
 
     def usual_layouts(self, samples: int) -> Layouts:
         """Where samples are in the outputs, judging by sizes."""
-        is_packed_call, layer = packed_into(self.call) is not None, self.call.layer
-        rule = rule_for(layer)
-        # No layout gives the samples of packed rows.
-        shapes = {hook.slot: hook.shape for _, hook in self.hooks if hook.slot or not is_packed_call}
-        return tuple(
-            likeliest(shapes[slot], samples, (0,) if rule is None else rule.axes_of(layer, len(shapes[slot])))
-            if slot in shapes
-            else None
-            for slot in range(self.call.slots)
-        )
+        layer, rule, found = self.call.layer, rule_for(self.call.layer), dict[int, Layout | None]()
+        for _, hook in self.hooks:
+            if hook.slot or packed_into(self.call) is None:  # no layout gives the samples of packed rows
+                axes = (0,) if rule is None else rule.axes_of(layer, len(hook.shape))
+                found[hook.slot] = likeliest(hook.shape, samples, axes)
+        return tuple([found.get(slot) for slot in range(self.call.slots)])
 
 
 _WITH_STATISTICS = {getattr(torch._C._functions, name, None) for name in STATISTICS}
@@ -86,10 +74,8 @@ class Forward:
 
     def __init__(self, record: Record, backward: Backward) -> None:
         self.record, self.backward = record, backward
-        self.static = Kind()  # for layers that are called by themselves
         self.running: str | None = None  # the path of the module whose forward runs
         self.noted: list[Noted] = []
-        self.is_taped = False  # whether the operations of the forward are noted
         self.layers: dict[str, Layer] = {}  # by path; whoever gives other names to parameters clears it
         self._random_states: dict[nn.Module, RandomState] = {}  # of the layers that run
         self.within = Within()  # the forward, or the last one
@@ -141,7 +127,7 @@ class Forward:
         live = args, kwargs
         if self.running is None:  # the layer is called by itself: a forward of its own
             self.begin()
-            self.record.last = self.within = Within(self.record.forwards, self.static)
+            self.record.last = self.within = Within(self.record.forwards, self.backward.owner().kinds.static)
         made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call = LayerCall(
@@ -160,7 +146,7 @@ class Forward:
             versions=versions_of(tensors_in(args, kwargs)),
             is_first=is_first,
         )
-        output, hooks = attach(call, output, outputs, self.backward, known.rule.recomputes, live, made_of)
+        output, hooks = attach(call, output, self.backward, live, made_of)
         if self.running is not None:
             self.noted.append(Noted(call, hooks, made_of))
         elif made_of:
@@ -182,7 +168,7 @@ class Forward:
             saved = saved_by(node, STATISTICS)
         precision = autocast_dtype(output.device) if is_any_autocast_on() else None
         versions = versions_among(x, *known.tensors)
-        inputs = _NO_NODES if made_by is None else frozenset((made_by,))
+        inputs = NO_NODES if made_by is None else frozenset((made_by,))
         call = LayerCall(
             known=known,
             number=len(self.noted),
@@ -196,7 +182,7 @@ class Forward:
             is_plain=True,
         )
         hook = AtOutput(call, self.backward, 0, output, (args, _NONE), inputs)
-        if self.is_taped:
+        if self.backward.owner().tape is not None:
             _ = call.edges  # to find them later would be a step of the tape
         put_on(node, hook)
         self.noted.append(Noted(call, ((node, hook),), inputs))

@@ -26,19 +26,21 @@ from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import is_packed, tensors_in, unpacked
 
+UsersHooks = Sequence[tuple[dict[int, Any], int]]
+"""Dictionaries of hooks that torch calls, and keys."""
+
 
 @dataclass(eq=False)
 class Ran:
-    """A forward that has run, with its graph.
-
-    The first fields are set as it begins.
-    """
+    """A forward that has run, with its graph.  The first fields are set as it begins."""
 
     within: Within  # what its uses share
     receiver: Backward  # to which its uses send gradients
     ends: frozenset[Node] = frozenset()  # nothing behind these nodes belongs to it: they made the arguments, for example
     known: Known | None = None  # what was known as it began; None if its graph isn't to be read
     began: int = 0  # torch's number of the first node that it could make
+    hooks_before: int = 0  # torch's count of hooks as it began
+    users_hooks: UsersHooks = ()  # on gradients, that were registered since
     modules: Sequence[nn.Module] = ()  # whose own parameters and buffers are used
     trained: Callable[[], Mapping[str, Tensor]] = dict  # returns the trainable parameters by name
     arguments: Any = ()
@@ -46,9 +48,7 @@ class Ran:
     noted: Sequence[Noted] = ()
     returned: Any = None  # the structure that holds the outputs
     count: int = maxsize  # how many of the outputs are returned
-    added: Mapping[Value, Any] = field(
-        default_factory=dict
-    )  # where samples are in what its own losses add up, as `Returned` has it
+    added: Mapping[Value, Any] = field(default_factory=dict)  # where samples are in what its own losses add up
     labels: Sequence[Sequence[Any]] = ()  # by node of its trace, of the gradients at the outputs, once that was read
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
     hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
@@ -61,12 +61,11 @@ class Ran:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
         return tensors_in(*self.arguments) if self.arguments else []
 
     @cached_property
     def packed(self) -> dict[Any, Tensor]:
-        """For outputs that are packed sequences, by number: the sample of each row."""
+        """By number of an output that is a packed sequence, the sample of each row."""
         rows = packed_rows(self.returned)
         return {slot: rows[id(x)] for slot, x in enumerate(self.outputs) if id(x) in rows}
 
@@ -81,17 +80,19 @@ class Ran:
         A state leads there that something else than an argument holds, such as a cache."""
         parameters = {id(p) for p in self.parameters.values()}
         trace = Trace(roots, parameters, self.ends)
-        has_older = self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began
-        if not has_older or not (older := {node for node in trace.nodes if self._is_older(node)} - self.ends):
-            return trace
-        self.ends |= older
-        return Trace(roots, parameters, self.ends)
-
-    def _is_older(self, node: Node) -> bool:
-        """Whether a node is a use of an earlier forward."""
-        hooks = on_node(node) if sequence_number(node) < self.began else ()
-        uses = [hook.use if isinstance(hook, AtNode) else hook.call for hook in hooks if hook.receiver is self.receiver]
-        return any(use is not None and use.edges and use.within is not self.within for use in uses)
+        if self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began:
+            self.ends |= {
+                node
+                for node in trace.nodes
+                if sequence_number(node) < self.began
+                for hook in on_node(node)
+                if hook.receiver is self.receiver
+                and (use := hook.use) is not None
+                and use.edges
+                and use.within is not self.within
+            }
+            trace = Trace(roots, parameters, self.ends)
+        return trace
 
     @cached_property
     def leaves(self) -> dict[Node, str]:
@@ -117,45 +118,32 @@ class Ran:
     def _of_parameters(self) -> set[int]:
         return {memory_of(p) for m in self.modules for p in m._parameters.values() if p is not None}
 
-    @property
     def is_covered(self) -> bool:
         """Whether layers with rules cover all parameters."""
         return {name for noted in self.noted for name in noted.call.known.names} >= self.parameters.keys()
 
-    def value(self, slot: int) -> Value:
-        """An output, as a value of the graph."""
-        x = self.outputs[slot]
+    def value(self, at: int | Value) -> Value:
+        """An output by its number, or a value itself."""
+        if not isinstance(at, int):
+            return at
+        x = self.outputs[at]
         assert x.grad_fn is not None
         return Value(x.grad_fn, x.output_nr)
-
-    def edge_of(self, name: str) -> Edge:
-        """The edge at which a parameter ends the graph."""
-        leaf = self.leaf_of[name]
-        return Edge(name, leaf.variable, leaf)
 
     @cached_property
     def inside(self) -> Sequence[Sequence[Node]]:
         """The nodes of each noted call, from its outputs to its inputs."""
-        found = list[Sequence[Node]]()
-        for noted in self.noted:
-            waiting, seen, inputs = [node for node, _ in noted.hooks], dict[Node, None](), noted.inputs
-            while waiting:
-                node = waiting.pop()
-                if node not in seen and node not in inputs and type(node) is not Leaf:
-                    seen[node] = None
-                    waiting += [ahead for ahead, _ in node.next_functions if ahead is not None]
-            found.append(list(seen))
-        return found
+        graphs = [(Graph([node for node, _ in noted.hooks], noted.inputs), noted.inputs) for noted in self.noted]
+        return [[node for node in own.nodes if node not in ends and type(node) is not Leaf] for own, ends in graphs]
 
     def attach(self) -> None:
         """Sends the gradients at the uses' nodes to the receiver."""
         for node, plan in self.uses.items():
-            edges = {name: self.edge_of(name) for name in plan.names}
+            edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.names}
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
-            use = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
-            hook = AtNode(use, self.receiver)
-            put_on(node, hook)
+            own = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
+            put_on(node, hook := AtNode(own, self.receiver))
             self.hooks.append((node, hook))
 
     def watch(self, slots: Sequence[int], why: str) -> None:
@@ -165,9 +153,9 @@ class Ran:
         takers = Graph([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends).takers if slots else {}
         for slot in slots:
             if self.outputs[slot].grad_fn is not None:
-                own, at = list[Tensor](), self.value(slot)
+                own, at = list[Tensor | None](), self.value(slot)
                 for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
-                    own_hook(taker.node.register_hook(partial(_note_brought, own, taker.place)))
+                    own_hook(taker.node.register_hook(lambda brought, _, own=own, n=taker.place: own.append(brought[n])))
                 own_hook(at.node.register_prehook(partial(_note_mixed, self.receiver, why, own, at.number)))
 
 
@@ -177,14 +165,11 @@ def packed_rows(tree: Any) -> dict[int, Tensor]:
     return {id(p.data): samples_of_rows(p) for p in sequences}
 
 
-def _note_brought(own: list[Tensor], place: int, brought: Sequence[Tensor | None], _: object) -> None:
-    """own: what has come to a value so far"""
-    grad = brought[place]
-    own += [] if grad is None else [grad]
-
-
-def _note_mixed(backward: Backward, why: str, own: list[Tensor], number: int, grads: tuple[Tensor | None, ...]) -> None:
-    brought, grad = list(own), grads[number]
+def _note_mixed(
+    backward: Backward, why: str, own: list[Tensor | None], number: int, grads: tuple[Tensor | None, ...]
+) -> None:
+    """own: what has come to the value from inside"""
+    brought, grad = [x for x in own if x is not None], grads[number]
     own.clear()
     if grad is None or not backward.hears():
         return

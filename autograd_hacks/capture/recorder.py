@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import Returned, are_new, mark_returned
+from autograd_hacks.capture.arrivals import Returned, are_new
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import Labels, Watch, named, put_last, since
+from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
-from autograd_hacks.capture.ran import Ran
+from autograd_hacks.capture.ran import Ran, UsersHooks
 from autograd_hacks.capture.records import Record
 from autograd_hacks.capture.wrappers import Reduction, check_undivided, check_whole, has_processes
 from autograd_hacks.formulas.table import rule_for
@@ -71,10 +71,7 @@ class Recorder:
         self.is_aside = False  # whether it belongs to a copy, which the library runs
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.marks: Marks | None = None  # how that forward began
-        self._hooks = 0  # torch's count of hooks as it began
-        self._users_hooks: list[tuple[dict[int, Any], int]] = []  # the users' that were registered since
         self._ran: Ran | None = None  # the running forward
-        self.watch: Watch | None = None  # over the user's hooks on gradients
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
@@ -86,7 +83,7 @@ class Recorder:
     def set(self, settings: Settings) -> None:
         """Reads forwards by other settings from now on."""
         self.kinds, self.backward.wants_grad, self.record.left_out, self.segments = settings
-        self.trained_before, self.forward.static = None, self.kinds.static
+        self.trained_before = None
         self.record.last = Within(self.record.forwards, self.kinds.static)
 
     def attach(self) -> None:
@@ -122,8 +119,8 @@ class Recorder:
             return
         self.forward.running = None
         self.backward.is_silent = False  # a Function's backward may have failed
-        if self.backward.has_new_hooks() and not self.backward.answered:  # no pass has watched them
-            self.backward.watch_before(since(self.backward.looked))
+        if (watching := self.backward.watching) is not None and self.backward.has_new_hooks() and not self.backward.answered:
+            watching.over(since(self.backward.looked))  # no pass has watched them
         if not path:
             check_whole(model)
         if is_on := Switch.on():
@@ -136,7 +133,7 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
-        self._hooks, ran.began = RemovableHandle.next_id, next_node()
+        ran.hooks_before, ran.began = RemovableHandle.next_id, next_node()
         before = self.tape
         self._stop()
         if self.kinds.independent and ran.known is not None:
@@ -145,10 +142,8 @@ class Recorder:
             self.tape = Tape(model, ran.known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.goes_on = has_processes() and not self.is_aside
             self.tape.start()
-        self.forward.is_taped = self.tape is not None
 
     def _stop(self) -> None:
-        """Ends the tape of a forward."""
         if self.tape is not None:
             self.tape.stop()
         self.tape = self.marks = None
@@ -187,12 +182,11 @@ class Recorder:
         ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
-        self._users_hooks = since(self._hooks) if are_new(self._hooks) else []
-        put_last(self._users_hooks)
+        ran.users_hooks = since(ran.hooks_before) if are_new(ran.hooks_before) else []
+        put_last(ran.users_hooks)
         with plainly_saved():
             self._end(path, model, ran)
         self.marks = None  # they hold the arguments
-        self._users_hooks = []
         self.backward.has_looked()
 
     def compare(self, layer: nn.Module, within: Within, made_by: frozenset[Node], arguments: Any) -> None:
@@ -207,29 +201,23 @@ class Recorder:
         return known[2]
 
     def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
-        """The modules of what runs: of the model, or of a part."""
         return modules_of(model) if path else self.tree.modules()
 
-    def hooks_of_forward(self) -> list[str]:
-        """The user's hooks on gradients that were registered in the forward that has ended, as text."""
-        return [named(hooks_of[key]) for hooks_of, key in self._users_hooks if key in hooks_of]
-
-    def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int) -> None:
+    def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int, hooks: UsersHooks = ()) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""
-        self.watch = watch = Watch(weakref.ref(self.backward), labels, samples)
-        watch.over(self._users_hooks)
-        self.backward.watch_before, self.backward.watch_late = watch.over, watch.late
+        self.backward.watching = Watch(weakref.ref(self.backward), labels, samples)
+        self.backward.watching.over(hooks)
 
     def watch_loss(self, labels: Callable[[], Callable[[], Labels]], samples: int) -> None:
         """Watches the hooks that have come since then by the labels of a loss, too."""
-        before = self.watch.labels if self.watch is not None else dict
+        before = self.backward.watching.labels if self.backward.watching is not None else dict
         if before is not None and self.backward.has_new_hooks():
             known, own = before, labels()
             self.watch_hooks(lambda: {**known(), **own()}, samples)
 
     def _end(self, path: str, model: nn.Module, ran: Ran) -> None:
         within = self.record.last = ran.within
-        if within.kind is self.kinds.static and not ran.is_covered:  # known by now
+        if within.kind is self.kinds.static and not ran.is_covered():  # known by now
             self.kinds.is_covered = False
             args, kwargs = ran.arguments
             ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
@@ -239,14 +227,14 @@ class Recorder:
         if ran.ends:
             ABOVE.between(self, model, ran)
         self.record.documents = within.documents
-        if within.kind is self.kinds.static and not ran.is_covered:
+        if within.kind is self.kinds.static and not ran.is_covered():
             ABOVE.assume(ran)
-        if within.calls is None:
+        if within.facts.calls is None:
             place_by_sizes(ran.noted, within.samples)
         samples = within.samples
         ran.attach()
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
-        if not (self.backward.wants_grad or within.returns_parameters or self._users_hooks):
+        if not (self.backward.wants_grad or within.facts.returns_parameters or ran.users_hooks):
             lean.meet(self.backward, ran)
         places = _places(model, ran)
         layouts = [at if isinstance(at, Layout) else None for at in places]
@@ -259,7 +247,8 @@ class Recorder:
             if x.grad_fn is not None and (is_known or n in within.mixed_outputs):
                 marks[ran.value(n)] = at if is_known else None, count
         for value, (at, count) in marks.items():
-            mark_returned(value, Returned(at, count, weakref.ref(self), self.record.forwards))
+            notes: Any = value.node.metadata
+            notes.setdefault(Returned, {})[value.number] = Returned(at, count, weakref.ref(self), self.record.forwards)
         self.record.returned = [(x.shape, at) for x, at in zip(ran.outputs[: ran.count], layouts)]
 
     def _read(self, path: str, model: nn.Module, ran: Ran) -> None:

@@ -41,12 +41,6 @@ class Announcement:
     heard_by: list[Record] = field(default_factory=list)
 
 
-def _may_be_read(x: Tensor) -> bool:
-    """Whether a tensor has numbers that the host may ask for, now or later: not while a CUDA graph captures."""
-    is_captured = x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return not (x.is_meta or is_captured)
-
-
 @dataclass(eq=False)
 class Pass:
     """One backward pass, including the passes inside it.  Parameters are known by name."""
@@ -60,7 +54,8 @@ class Pass:
     # what comes to the forward's usual calls nothing is left to decide.  And the record's segments, as they were then.
     usual_in: Within | None = None
     segments: Sequence[Segment] = ()
-    told_by: dict[Use, OutputGrads] = field(default_factory=dict)  # what came to uses, but of the usual calls only to one
+    # What came to uses, but of the usual calls only to one, since what a forward tells is the same for all.
+    told_by: dict[Use, OutputGrads] = field(default_factory=dict)
     hooks: list[weakref.ref[Any]] = field(default_factory=list)  # at those that aren't usual calls
     captures: bool = False  # whether torch.autograd.grad runs it, which leaves .grad alone
     higher_order: bool = False  # whether it makes a graph
@@ -75,7 +70,6 @@ class Pass:
     by_modes: bool = False  # whether a mode computes its gradients, which may do that otherwise
     skipped: set[str] = field(default_factory=set)  # parameters whose gradients the engine doesn't compute
     left: dict[str, int] = field(default_factory=dict)  # of those, how many gradients are still to come to their uses
-    held: frozenset[int] | None = None  # the parameters (id) that the model held in it, once that was asked
     beside: set[str] = field(default_factory=set)  # parameters with gradient through outputs of parameters alone
     replaces_unread: bool = False  # whether it replaces rows of an earlier pass that nobody has read
     adds_to_left: bool = False  # whether .grad is as the previous pass left it
@@ -84,7 +78,6 @@ class Pass:
     said: set[Any] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
 
     def names(self) -> Set[str]:
-        """The parameters to which uses lead."""
         return self.calls_of.keys()
 
     def received_at(self, use: Use) -> OutputGrads:
@@ -100,15 +93,6 @@ class Pass:
         if isinstance(use, NodeUse):  # which the graph holds
             use.versions = []
 
-    def own_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that the pass reaches at the model's own uses, with their names."""
-        edges = (use.edges[local] for use, grads in self.received.items() if use.is_own for local in grads.reached)
-        yield from ((edge.name, edge.parameter) for edge in edges)
-
-    def witnesses(self) -> list[tuple[Use, OutputGrads]]:
-        """The uses, but of the usual calls only one, since what a forward tells is the same for all."""
-        return [*self.told_by.items()]
-
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""
         if type(grad) is not Tensor or grad.requires_grad:
@@ -116,7 +100,8 @@ class Pass:
                 self.untold.add(name)
                 return
             grad = part_of(plain(grad))
-        if grad.is_nested or not (grad.is_cpu or _may_be_read(grad)):
+        is_captured = grad.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if grad.is_nested or grad.is_meta or is_captured:  # the host may not ask for its numbers
             self.untold.add(name)
             return
         at = directions(name, self.task % 4, grad.shape, grad.dtype, grad.device)
@@ -212,39 +197,35 @@ class Segment:
 
     def batch_size(self) -> int:
         """The number of samples, if all calls and losses agree.  Else raises BatchSizeError, which lists all numbers."""
-        told: list[tuple[Use | Announcement, int]] = []
+        told = list[int]()
         for recorded in self.passes:
-            if recorded.is_hess and any(call.documents is not None for call, _ in recorded.witnesses()):
+            if recorded.is_hess and any(call.documents is not None for call in recorded.told_by):
                 raise BatchSizeError(
                     f"{recorded.losses and recorded.losses.what} gives rows of samples' entries, but "
                     "add_hooks(segments=...) asks for rows of documents. Call add_hooks(model) without segments before the "
                     "forward." + ON_SEGMENTS
                 )
-            if recorded.losses:
-                told.append((recorded.losses, recorded.losses.shape[0]))
-            told += [(call, call.batch_size(grads)) for call, grads in reversed([*recorded.witnesses()])]
-        if len({size for _, size in told}) > 1:
-            told = [(own, size) for own, size in told if isinstance(own, Announcement)]
+            told += [recorded.losses.shape[0]] if recorded.losses else []
+            told += [call.batch_size(grads) for call, grads in reversed(recorded.told_by.items())]
+        if len({*told}) > 1:
+            sizes = {recorded.losses.what: recorded.losses.shape[0] for recorded in self.passes if recorded.losses}
             every = (pair for recorded in self.passes for pair in reversed(recorded.received.items()))
-            told += [(call, call.batch_size(grads)) for call, grads in every]
-            sizes: dict[str, int] = {}
-            for teller, size in told:
-                sizes.setdefault(teller.what, size)
-            uses = [teller for teller, _ in told if isinstance(teller, Use)]
-            counts = {size for teller, size in told if isinstance(teller, Use)}
-            if len(counts) == 1 and all(use.documents is not None and not use.documents.is_of_tokens for use in uses):
-                count = counts.pop()
+            counts = [(use, use.batch_size(grads)) for use, grads in every]
+            count, is_same = counts[0][1], len({size for _, size in counts}) == 1
+            if is_same and all(use.documents is not None and not use.documents.is_of_tokens for use, _ in counts):
                 raise BatchSizeError(
-                    f"backward was given {next(size for _, size in told if size != count)} losses, but the batch packs "
-                    f"{count} documents; expected {count} losses, one for each document (segments=...), in the batch's "
-                    "order." + ON_SEGMENTS
+                    f"backward was given {next(size for size in sizes.values() if size != count)} losses, but the batch "
+                    f"packs {count} documents; expected {count} losses, one for each document (segments=...), in the "
+                    "batch's order." + ON_SEGMENTS
                 )
+            for use, size in counts:
+                sizes.setdefault(use.what, size)
             raise disagreement(sizes)
-        return told[0][1]
+        return told[0]
 
     def can_be_run_again(self) -> bool:
         hooks = (hook() for recorded in self.passes for hook in recorded.hooks)
-        return any(hook is not None and not hook.is_over for hook in hooks)
+        return any(hook is not None and hook.use is not None for hook in hooks)
 
 
 @dataclass(eq=False)
@@ -282,7 +263,7 @@ class Record:
     on_arrival: Callable[[Pass, str, Tensor | None], None] | None = None
 
     def clear(self, why: str = "") -> None:
-        """Discards the record.  why: for messages, why there is nothing to read"""
+        """why: for messages, why there is nothing to read"""
         self.segments, self.unseen, self.why_empty, self.arguments = [], {}, why, None
         self.superseded, self.superseded_unseen = [], {}
 
@@ -330,8 +311,11 @@ class Record:
 
     @property
     def passes(self) -> list[Pass]:
-        """The recorded passes of all segments."""
         return [recorded for segment in self.segments for recorded in segment.passes]
+
+    def witnesses(self) -> list[Use]:
+        """The uses that tell what forwards and passes were."""
+        return [use for recorded in self.passes for use in recorded.told_by]
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -353,9 +337,7 @@ class Record:
 
     @property
     def hess_type(self) -> str | None:
-        """The ``hess_type`` of `backprop_hess` if it ran all passes; None for ordinary backward passes.
-
-        Raises NothingRecorded if the passes differ."""
+        """The ``hess_type`` of `backprop_hess` if it ran all passes, or None.  Raises NothingRecorded if they differ."""
         found = {segment.hess_type for segment in self.segments}
         if len(found) > 1:
             raise NothingRecorded(
@@ -402,8 +384,7 @@ class Record:
 
     def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
         """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""
-        named = {self.name_of(p, path, name): p for name, p in parameters.items() if p.requires_grad}
-        return {name: self.gathered.get(name, p) for name, p in self.asked(named).items()}
+        return self.as_seen({self.name_of(p, path, name): p for name, p in parameters.items() if p.requires_grad})
 
     def asked(self, named: dict[str, P]) -> dict[str, P]:
         """The parameters that aren't left out, by name."""
@@ -426,8 +407,7 @@ class Record:
         """A parameter's first name in the model.
 
         A tensor that replaces a parameter, as in functional_call or by later assignment, gets a name of its own.
-        path: the layer's
-        local: the parameter's name in the layer"""
+        path: the layer's    local: the parameter's name in the layer"""
         name = self.names.get(parameter) or self.others.get(parameter)
         if name is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"

@@ -19,7 +19,7 @@ from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
 from autograd_hacks.probe.documents import Documents, check_told
 from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
-from autograd_hacks.support.layout import POSITIONS, Layout, Layouts
+from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
 from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_of
@@ -47,8 +47,6 @@ class OutputGrads:
     @property
     def first(self) -> Tensor:
         """The gradient at the first output that has one."""
-        if self.at[0] is not None:
-            return self.at[0]
         return next(grad for grad in self.at if grad is not None)
 
     def keep(self, forms: Any) -> None:
@@ -83,16 +81,6 @@ class Use:
         return self.within.samples
 
     @property
-    def layouts(self) -> Layouts:
-        """Where the samples are in each tensor."""
-        return self.whose.layouts
-
-    @property
-    def labels(self) -> Tensor | None:
-        """The sample of each row, or of each entry, where values decide."""
-        return self.whose.labels
-
-    @property
     def documents(self) -> Documents | None:
         return self.within.documents
 
@@ -103,18 +91,23 @@ class Use:
         return next((refused[e.name] for e in self.edges.values() if e.name in refused), "") if refused else ""
 
     @property
-    @abstractmethod
     def what(self) -> str:
         """The use with its arguments, as text for messages."""
+        return self.place
 
     @property
     @abstractmethod
     def place(self) -> str:
         """Where the use is, as text for messages."""
 
-    @abstractmethod
     def batch_size(self, grads: OutputGrads) -> int:
         """The number of samples: as the model's arguments show, or else the number of rows."""
+        if self.documents is not None:
+            return self.documents.losses
+        return self._rows(grads) if self.samples is None else self.samples
+
+    def _rows(self, grads: OutputGrads) -> int:
+        return 0
 
     @abstractmethod
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]: ...
@@ -196,15 +189,8 @@ class NodeUse(Use):
     ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
-    def what(self) -> str:
-        return self.place
-
-    @property
     def place(self) -> str:
         return f"{self.plan.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
-
-    def batch_size(self, grads: OutputGrads) -> int:
-        return self.documents.losses if self.documents is not None else self.samples or 0
 
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
@@ -260,54 +246,51 @@ class NodeUse(Use):
     def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
         """None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, by_owners, samples = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node), self.samples or 0
-        if not (formula or by_owners) or len(arrived) != 1 or (self.labels is not None and self.labels.ndim > 1):
+        formula, by_owners = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node)
+        (layouts, labels, _), samples = self.whose, self.samples or 0
+        if not (formula or by_owners) or len(arrived) != 1 or (labels is not None and labels.ndim > 1):
             return None
         ((slot, g),) = arrived
-        layout = Layout() if self.labels is not None else self.layouts[slot]
+        layout = Layout() if labels is not None else layouts[slot]
         if self.documents is not None:
-            layout = None if self.labels is not None else self.documents.layout(g.shape, layout)
+            layout = None if labels is not None else self.documents.layout(g.shape, layout)
         if layout is None:
             return None
-        rows = samples if self.labels is None else len(g)
+        rows = samples if labels is None else len(g)
         rows = rows if self.documents is None else self.documents.ids.numel()
         dtype = next(iter(self.edges.values())).parameter.dtype
         met = Met(self._kept(node), ready(g, dtype), layout, rows, value.place, value.shape)
         form = formula(met) if formula else None
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
-            owners = layout.rows(len(g), samples, g.device) if self.labels is None else self.labels.to(g.device)
+            owners = layout.rows(len(g), samples, g.device) if labels is None else labels.to(g.device)
             return by_owners(replace(met, samples=samples), owners)
         if form is not None and form.like.is_complex():
             taken = Value(*node.next_functions[value.place])  # type: ignore[arg-type]  # it has a graph
             form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(dtype))
         if form is not None and self.documents is not None:
             return self.documents.rows(form)
-        return form if form is None or self.labels is None else gathered(form, self.labels, samples)
+        return form if form is None or labels is None else gathered(form, labels, samples)
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""
-        owners, documents = list[Tensor | None](), self.documents
-        for slot, g in enumerate(grads):
-            if documents is not None:
-                at = self.layouts[slot] if self.labels is None and slot < len(self.layouts) else None
-                own = None if g is None else documents.owners(g.shape, at, g.device)
-                if g is not None and own is None:
-                    check_told(None, self.place, g.shape)
-                owners.append(own)
-                continue
-            layout = self.layouts[slot] if slot < len(self.layouts) else None
-            labels, axis = self.labels, 0 if layout is None or self.labels is not None else layout.axis
-            if g is not None and labels is None and layout is not None:
-                labels = layout.rows(g.shape[axis], self.samples or 0, g.device)
-            if g is not None and labels is not None and labels.ndim == 1:
-                labels = labels.view([-1 if n == axis else 1 for n in range(g.ndim)])
-            if g is not None and labels is None and self.samples == 1:  # all entries are its own
-                labels = g.new_zeros([1] * g.ndim, dtype=torch.long)
-            owners.append(None if g is None or labels is None else labels.to(g.device))
+        owners = [None if g is None else self._owners(slot, g) for slot, g in enumerate(grads)]
         if all(own is None for own in owners) and any(g is not None and bool(g.any()) for g in grads):
             raise SamplesMixed(f"{self.place}: it is unknown whose the gradient that arrived is. {A_BATCH}")
-        count = (self.samples or 0) if documents is None else documents.count
+        count = (self.samples or 0) if self.documents is None else self.documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
+
+    def _owners(self, slot: int, g: Tensor) -> Tensor | None:
+        """The sample, or the document, of each entry of the gradient at an output; None if it is unknown."""
+        layouts, of_rows, _ = self.whose
+        layout = layouts[slot] if of_rows is None and slot < len(layouts) else None
+        if self.documents is not None:
+            own = self.documents.owners(g.shape, layout, g.device)
+            return check_told(None, self.place, g.shape) if own is None else own  # type: ignore[return-value]  # it raises
+        labels = of_rows if layout is None else layout.rows(g.shape[layout.axis], self.samples or 0, g.device)
+        if labels is None:  # all entries may be one's own
+            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.samples == 1 else None
+        sizes = [-1 if n == (0 if layout is None else layout.axis) else 1 for n in range(g.ndim)]
+        return (labels.view(sizes) if labels.ndim == 1 else labels).to(g.device)
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         if isinstance(grads.kept, Exception):

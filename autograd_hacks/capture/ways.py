@@ -41,24 +41,15 @@ class _Turn(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The nodes between a value and its parameters, numbered from the value on.  It holds none of them.
+    """The nodes between a value and its parameters, numbered from the value on.  It holds none of them."""
 
-    turns: the inputs on the way, each after those through which rows come to its node
-    steps: their steps; None for one that doesn't hold for each equal graph
-    computing: the nodes, other than leaves, that don't only move entries, so that they may give another dtype
-    output: the value's number at its node
-    ends: the numbers of the parameters' leaves, by the parameters' names
-    is_straight: whether there are views of one parameter alone
-    most: how many numbers the largest value on the way has, or the largest parameter
-    """
-
-    turns: tuple[_Turn, ...]
-    steps: tuple[Step | None, ...]
-    computing: tuple[int, ...]
-    output: int
-    ends: dict[str, int]
-    is_straight: bool
-    most: int
+    turns: tuple[_Turn, ...]  # the inputs on the way, each after those through which rows come to its node
+    steps: tuple[Step | None, ...]  # their steps; None for one that doesn't hold for each equal graph
+    computing: tuple[int, ...]  # the nodes, other than leaves, that don't only move entries: they may give another dtype
+    output: int  # the value's number at its node
+    ends: dict[str, int]  # the numbers of the parameters' leaves, by the parameters' names
+    is_straight: bool  # whether there are views of one parameter alone
+    most: int  # how many numbers the largest value on the way has, or the largest parameter
 
     def nodes(self, node: Node) -> list[Any]:
         """These nodes, in any forward's graph.  node: the value's"""
@@ -117,9 +108,8 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
     most = max(turn.before.shape.numel() for turn in turns)
-    computing = tuple(
-        [k for k, x in enumerate(order) if x not in leaves and (x.name() not in VIEWS or x.name() == "ToCopyBackward0")]
-    )
+    moving = VIEWS.keys() - {"ToCopyBackward0"}
+    computing = tuple([k for k, x in enumerate(order) if x not in leaves and x.name() not in moving])
     return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
 
 

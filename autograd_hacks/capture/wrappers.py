@@ -35,11 +35,7 @@ class Reduction:
         self._held: dict[DistributedDataParallel, dict[str, Any]] = {}
 
     def begin(self, model: nn.Module, forward: int, param_grad: bool) -> None:
-        """Called when a forward begins.
-
-        forward: the forward's number
-        param_grad: whether there will be ordinary gradients to reduce
-        """
+        """Called when a forward begins.  param_grad: whether there will be ordinary gradients to reduce"""
         if not (has_processes() and torch.is_grad_enabled()):
             return
         if Switch.on():

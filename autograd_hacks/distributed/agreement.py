@@ -78,7 +78,7 @@ def begin(model: nn.Module, recorder: Recorder) -> None:
 
 def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], check: Callable[[], None]) -> None:
     """Reads a finished forward, and checks it if ``read`` says so.  Processes that hold shards do so together."""
-    record, what = recorder.record, "could not check its forward"
+    record, what, past = recorder.record, "could not check its forward", recorder.record.read_past
     mesh = record.mesh if gathering(model) else None
     if mesh is None:
         try:
@@ -87,12 +87,12 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
         except PerSampleGradientError as error:
             if not has_processes():
                 raise
-            record.last.unshown = type(error)(*error.args)  # without the frames
+            record.last.failed = type(error)(*error.args)  # without the frames
         return
 
     # What is new: how the model was hooked, or names read from the graph.
     own, (due, new) = agreed(
-        read, lambda due: [due, not (record.is_settled and record.last.nodes.keys() <= record.read_past)], 2, mesh, what
+        read, lambda due: [due, not (record.is_settled and record.last.facts.nodes.keys() <= past)], 2, mesh, what
     )
     if due or new:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -101,14 +101,14 @@ def together(model: nn.Module, recorder: Recorder, read: Callable[[], bool], che
             f"{recorder.backward.wants_grad}, {len(trained)} trainable parameters (last: {trained[-1:]}), "
             f"{len(record.left_out)} left out"
         )
-        said = from_all((settings, frozenset(record.last.nodes)), mesh)
+        said = from_all((settings, frozenset(record.last.facts.nodes)), mesh)
         first, other = said[0][0], next((rank for rank, (one, _) in enumerate(said) if one != said[0][0]), None)
         if other is not None:  # seen on all processes
             raise ProcessesDisagree(
                 f"processes hooked the model that they share in different ways. Process 0: {first}. Process {other}: "
                 f"{said[other][0]}. Call add_hooks in the same way on all processes, and freeze the same parameters."
             )
-        record.is_settled, record.read_past = True, record.read_past.union(*[names for _, names in said])
+        record.is_settled, record.read_past = True, past.union(*[names for _, names in said])
     if due:
         with alone(model):
             agreed(check if own else lambda: None, lambda _: (), 0, mesh, what)

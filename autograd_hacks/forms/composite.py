@@ -38,10 +38,14 @@ def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float
 
 def scaled_at_once(forms: Mapping[str, Form | None]) -> dict[str, Tensor]:
     """Rows on a GPU that lack only a number as a factor, by one kernel for all: there each launch takes the host's time."""
-    scaled = {name: form for name, form in forms.items() if type(form) is Scaled and not isinstance(form.factor, Tensor)}
-    lacking = {name: x for name, x in scaled.items() if type(x.form) is Dense and x.like.is_cuda and x.like.is_contiguous()}
-    rows = times_each([x.like for x in lacking.values()], [x.factor for x in lacking.values()]) if lacking else ()
-    return dict(zip(lacking, rows))
+    lacking = {
+        name: form
+        for name, form in forms.items()
+        if type(form) is Scaled and type(form.form) is Dense and not isinstance(form.factor, Tensor)
+        if form.like.is_cuda and form.like.is_contiguous()
+    }
+    given = ([x.like for x in lacking.values()], [x.factor for x in lacking.values()]) if lacking else None
+    return {} if given is None else dict(zip(lacking, times_each(*given)))
 
 
 def magnitudes(form: Form) -> Form:
@@ -67,11 +71,6 @@ def group(form: Form, rows: Tensor, samples: int) -> Form:
     return Grouping(form, rows, samples)
 
 
-def counted(rows: Tensor, samples: int) -> Tensor:
-    """How many rows each sample has.  `torch.bincount` would ask the device for the smallest and the largest label."""
-    return rows.new_zeros(samples).index_add(0, rows, torch.ones_like(rows))
-
-
 def gathered(form: Form, rows: Tensor, samples: int, most: int | None = None) -> Form:
     """The same for rows that are small or have one position: the positions of each sample are laid beside each other at
     once. It costs as much as if all samples had as many rows as the one with the most, which are ``most`` if that is known.
@@ -82,7 +81,8 @@ def gathered(form: Form, rows: Tensor, samples: int, most: int | None = None) ->
     if not isinstance(form, Paired) or not len(rows):
         return Grouping(form, rows, samples)
     # If samples have different numbers of rows, the shorter ones are padded with rows that don't count.
-    counts, order = counted(rows, samples), rows.argsort(stable=True)
+    # `torch.bincount` would ask the device for the smallest and the largest label.
+    counts, order = rows.new_zeros(samples).index_add(0, rows, torch.ones_like(rows)), rows.argsort(stable=True)
     places = torch.arange(int(counts.max()) if most is None else most, device=rows.device)
     chosen = order[((counts.cumsum(0) - counts)[:, None] + places).clamp(max=len(order) - 1)]
     return form.side_by_side(chosen, places < counts[:, None])
@@ -265,7 +265,7 @@ class Grouping(Composite):
         return Grouping(parts[0], self.rows, self.samples)
 
     def held_size(self) -> int:
-        return self.form.held_size() * int(counted(self.rows, self.samples).max()) if len(self.rows) else 0
+        return self.form.held_size() * int(torch.bincount(self.rows).max()) if len(self.rows) else 0
 
     def row_size(self) -> int:
         return self.shape.numel() + max(self.shape.numel(), self.form.row_size())  # what is added up, and to what

@@ -46,14 +46,14 @@ class Costs:
 
 
 def costs_of(device: torch.device) -> Costs:
-    return _costs_of(device.type, device.index)
+    return _costs_of(device)
 
 
 @lru_cache
-def _costs_of(kind: str, index: int | None) -> Costs:
+def _costs_of(device: torch.device) -> Costs:
     table = json.loads(TABLE.read_text())
-    costs = Costs(**table.get(kind, table["cpu"]))
-    has_double = kind != "cuda" or torch.cuda.get_device_capability(index) in DOUBLE
+    costs = Costs(**table.get(device.type, table["cpu"]))
+    has_double = device.type != "cuda" or torch.cuda.get_device_capability(device.index) in DOUBLE
     return costs if has_double else replace(costs, double=64)
 
 
@@ -95,8 +95,8 @@ def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple
     Measured on one core, in single precision, for 1,023 shapes drawn at random (16 to 64 samples, 1 to 256 channels, images
     of 4 to 32): what is chosen took 1.02 times as long as the better way, on average.
     """
-    x, costs, positions, numbers = windows.x, costs_of(windows.device), windows.shape[1], windows.shape[1:].numel()
-    row = fan_out * (channels := x.shape[1] // groups) * prod(windows.kernel)
+    x, costs, (_, positions, each) = windows.x, costs_of(windows.device), windows.shape
+    numbers, row = positions * each, fan_out * each // groups
     by_windows, others = row * (positions + costs.write) + _of_windows(windows), x.shape[1:].numel() + fan_out * positions
     if not x.is_cpu:  # the numbers that both move decide; the grouped kernel reorders its row
         return (
@@ -105,7 +105,7 @@ def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple
             else (False, row * (costs.kernel * positions + 3 * costs.write))
         )
     # Without blocks of channels there is no fast kernel, and the slow one cuts windows itself.
-    is_blocked = torch.backends.mkldnn.is_available() and channels % 8 == 0 == fan_out // groups % 8
+    is_blocked = torch.backends.mkldnn.is_available() and x.shape[1] // groups % 8 == 0 == fan_out // groups % 8
     moved = costs.write * row + costs.shift * others if is_blocked else 5 * costs.cut * numbers
     by_kernel = row * (costs.kernel * positions + costs.write) + moved + costs.matrix
     return by_windows <= by_kernel, min(by_windows, by_kernel)

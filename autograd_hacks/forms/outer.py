@@ -73,7 +73,8 @@ class Outer(Paired):
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
-        return rows.contiguous().view(self.samples, *self.shape) if out is None else out
+        rows = rows.contiguous() if out is None else out
+        return rows if is_matrix or out is not None else rows.view(self.samples, *self.shape)
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]

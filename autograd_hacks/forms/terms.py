@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, counted, gathered
+from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.factored import norms_by_positions, takes_positions
 from autograd_hacks.forms.lookup import Lookup
@@ -200,8 +200,9 @@ def of_experts(x: Tensor, g: Tensor, ends: Tensor, owners: Tensor, samples: int)
     """
     parts, begin, shape = dict[tuple[int, int], Form](), 0, torch.Size((len(ends), x.shape[1], g.shape[1]))
     experts = torch.searchsorted(ends, torch.arange(len(x), dtype=ends.dtype, device=ends.device), right=True)
-    counts = counted(experts * samples + owners, samples * (len(ends) + 1)).view(-1, samples)[:-1]  # by expert and sample
-    for expert, (end, most) in enumerate(torch.stack([ends.long(), counts.amax(1)], 1).tolist()):  # the host asks once
+    counts = owners.new_zeros((len(ends) + 1) * samples).index_add_(0, experts * samples + owners, torch.ones_like(owners))
+    asked = [ends.long(), counts.view(-1, samples)[:-1].amax(1)]  # at once
+    for expert, (end, most) in enumerate(zip(*torch.stack(asked).tolist())):
         if end > begin:
             rows = slice(begin, end)
             own = Outer(x[rows, None], g[rows, None], torch.Size((1, *shape[1:])), gradient=1)

@@ -88,6 +88,10 @@ class Call:
             )
         return self.grads[0]
 
+    def _shape_of(self, name: str, value: Tensor) -> torch.Size:
+        """The shape of a parameter as it was at the call.  value: as it is"""
+        return (self.state[name][0] if name in self.state else value).shape
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """The argument of the layer's forward at a position or with a name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)

@@ -28,9 +28,8 @@ def lookup(index: Tensor, g: Tensor, shape: torch.Size, padding_idx: int | None 
 
 def table(met: Met, index: Tensor, padding_idx: int | None = None) -> Form | None:
     """Rows of a table."""
-    if met.layout.axis + (met.layout.fold == POSITIONS) >= index.ndim:
-        return None
-    return lookup(met.first(index), met.first(met.grad), met.shape, padding_idx)
+    is_lost = met.layout.axis + (met.layout.fold == POSITIONS) >= index.ndim
+    return None if is_lost else lookup(met.first(index), met.first(met.grad), met.shape, padding_idx)
 
 
 def embedding(met: Met) -> Form | None:

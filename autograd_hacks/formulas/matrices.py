@@ -66,6 +66,5 @@ def batched_product(met: Met, names: Sequence[str | None]) -> Form | None:
 def grouped_product(met: Met, owners: Tensor) -> Form | None:
     """y = x W[e], where expert e has the rows from offs[e - 1] to offs[e].  x: M I    W: E I O"""
     x, ends = met.kept("self").conj(), met.kept("offs")
-    if met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None:
-        return None
-    return of_experts(x, met.grad, ends, owners, met.samples)
+    is_other = met.place != 1 or x.ndim != 2 or len(met.shape) != 3 or ends is None
+    return None if is_other else of_experts(x, met.grad, ends, owners, met.samples)

@@ -61,21 +61,19 @@ class Met:
         given = rows.shape
         over = [n for n, size in enumerate(sizes, 1) if size == 1 != given[n]]
         rows = rows.sum(over) if over else rows
-        if rows.shape[1:] == self.shape:
-            return Dense(rows)
-        # Other numbers of entries are those of a sample without a batch axis.
-        return Dense(rows.reshape(len(rows), *self.shape)) if rows.numel() == len(rows) * self.shape.numel() else None
+        if rows.numel() != len(rows) * self.shape.numel():  # those of a sample without a batch axis
+            return None
+        return Dense(rows if rows.shape[1:] == self.shape else rows.reshape(len(rows), *self.shape))
 
     def by_channel(self, x: Tensor) -> Form | None:
         """x: N C *T.  The same for a value of shape C."""
-        is_usual = not self.layout.axis and self.layout.fold != POSITIONS
-        return self.summed(x, (*self.shape, *[1] * (x.ndim - 2))) if is_usual else None
+        is_elsewhere = self.layout.axis or self.layout.fold == POSITIONS
+        return None if is_elsewhere else self.summed(x, (*self.shape, *[1] * (x.ndim - 2)))
 
     def added_up(self, form: Form) -> Form:
         """form: of M rows, where M is N·T, T·N or N"""
-        if not self.layout.fold:
-            return form
-        return gathered(form, self.layout.rows(form.samples, self.samples, self.grad.device), self.samples)
+        rows = self.layout.rows(form.samples, self.samples, self.grad.device) if self.layout.fold else None
+        return form if rows is None else gathered(form, rows, self.samples)
 
 
 _FIRST = Layout()
@@ -106,11 +104,11 @@ def of_layer(
         x = call.args[0] if call.args else next(x for x in call.kwargs.values() if isinstance(x, Tensor))
         needs_batch(x, axes if isinstance(axes, int) else axes(layer), layout)
         known: Mapping[str, Any] = {"input": x} if kept is None else kept(layer, call, x)
-        found, state = dict[str, Any](known.get("forms") or {}), call.state
-        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, len(x), 0, x.shape)
+        found, size = dict[str, Any](known.get("forms") or {}), x.shape
+        met = Met(lambda name: known[name] if name in known else getattr(layer, name), call.grad, _FIRST, size[0], 0, size)
         for name, value in layer._parameters.items():
             if value is not None and name in places and name not in found:
-                met.place, met.shape = places[name], (state[name][0] if name in state else value).shape  # as at the call
+                met.place, met.shape = places[name], call._shape_of(name, value)
                 if (form := formula(met, **more)) is None:
                     needs_batch(x, x.ndim + 1, layout)
                 found[name] = form

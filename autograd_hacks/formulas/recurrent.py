@@ -80,10 +80,9 @@ def cell(layer: nn.RNNCellBase, call: Call) -> Mapping[str, Form]:
 
 def _padded(packed: PackedSequence | None, data: Tensor) -> Tensor:
     """rows ... -> T N ..., in the user's order, with zeros after each sequence's end; ``data`` if nothing is packed"""
-    if packed is None:
-        return data
-    padded, _ = pad_packed_sequence(PackedSequence(data, packed.batch_sizes))  # with indices it would copy them to the host
-    return padded if packed.unsorted_indices is None else padded.index_select(1, packed.unsorted_indices)
+    padded = data if packed is None else pad_packed_sequence(PackedSequence(data, packed.batch_sizes))[0]
+    # Torch would copy the order to the host.
+    return padded if packed is None or packed.unsorted_indices is None else padded[:, packed.unsorted_indices]
 
 
 def _layers(

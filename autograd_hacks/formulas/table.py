@@ -149,9 +149,8 @@ NODES: dict[str, Formula] = {
     "NativeLayerNormBackward0": _of_weights(partial(norms.layer_norm, normal=norms.by_saved)),
     "FusedRmsNormBackward0": _of_weights(partial(norms.layer_norm, normal=lambda kept: kept("input") * kept("result1"))),
     "NativeGroupNormBackward0": _of_weights(partial(norms.group_norm, normal=partial(norms.by_groups, number="group"))),
-    "NativeBatchNormBackward0": _of_weights(norms.batch_norm),
+    **dict.fromkeys(("NativeBatchNormBackward0", *USUAL), _of_weights(norms.batch_norm)),
 }
-NODES |= {own: NODES[usual] for own, usual in USUAL.items() if usual in NODES}
 """{node name: formula}"""
 
 BY_OWNERS: dict[str, Callable[[Met, Tensor], Form | None]] = {"GroupedMmBackward0": matrices.grouped_product}

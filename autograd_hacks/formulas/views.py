@@ -59,9 +59,7 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
-    if isinstance(form, Outer):
-        return form.viewed(shape)
-    return Dense(rows_of(form).reshape(form.samples, *shape))
+    return form.viewed(shape) if isinstance(form, Outer) else Dense(rows_of(form).reshape(form.samples, *shape))
 
 
 def rows_of(form: Form) -> Tensor:
@@ -183,6 +181,18 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
+def _normed(b: Before) -> Step:
+    """y = g v / |v|, with a norm for each entry of one axis."""
+    v, g, norm = (b.kept(name) for name in ("v", "g", "result1"))
+    unit, over = v / norm, [d + 1 for d in range(v.ndim) if d != b.axis()]
+
+    def put(form: Form) -> Form:
+        along = (rows_of(form) * unit).sum(over, keepdim=True)
+        return Dense(along if b.place else (rows_of(form) - along * unit) * (g / norm))
+
+    return put
+
+
 def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
     """A product of two matrices.  names: under which they are saved    first: the place of the first one"""
     if b.place < first:
@@ -257,6 +267,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     ),
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=lambda k: k("self") == k("self").clamp(k("min"), k("max"))),
+    "WeightNormInterfaceBackward0": _normed,
     "UpsampleLinear1DBackward0": partial(_resized, back=torch.ops.aten.upsample_linear1d_backward),
     "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),
     "UpsampleBicubic2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bicubic2d_backward),

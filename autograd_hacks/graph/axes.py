@@ -46,7 +46,7 @@ AXES: dict[str, Axes] = {}
 
 def axes(names: str, reads: str = "", multiplies: bool = False) -> Callable[[Rule], Rule]:
     def enter(rule: Rule) -> Rule:
-        every = [own for name in names.split() for own in (name, *OF_DEVICES.get(name, ()))]
+        every = (own for name in names.split() for own in (name, *OF_DEVICES.get(name, ())))
         AXES.update(dict.fromkeys(every, Axes(rule, tuple(reads.split()), multiplies)))
         return rule
 
@@ -80,9 +80,9 @@ def within(last: int, n: int) -> Links:
 # Axes in another order.
 
 
-@axes("permute", reads="dims")
-def _(sizes: Sizes, dims: Sequence[int]) -> list[Links]:
-    order = [axis(d, len(dims)) for d in dims]
+@axes("permute t", reads="dims")
+def _(sizes: Sizes, dims: Sequence[int] | None = None) -> list[Links]:
+    order = [axis(d, sizes.n) for d in (range(sizes.n)[::-1] if dims is None else dims)]
     return [[order.index(d) for d in range(len(order))]]
 
 
@@ -90,11 +90,6 @@ def _(sizes: Sizes, dims: Sequence[int]) -> list[Links]:
 def _(sizes: Sizes, dim0: int, dim1: int) -> list[Links]:
     a, b = axis(dim0, sizes.n), axis(dim1, sizes.n)
     return [[b if d == a else a if d == b else d for d in range(sizes.n)]]
-
-
-@axes("t")
-def _(sizes: Sizes) -> list[Links]:
-    return [range(sizes.n)[::-1]]
 
 
 @axes("unsqueeze", reads="dim")

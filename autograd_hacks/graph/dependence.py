@@ -159,11 +159,20 @@ class _Reading:
 
     def leave(self) -> list[int]:
         """Returns the numbers of what the forward has written to parameters and buffers, where it stays."""
-        tape, kept = self.tape, self._forwards()
+        tape, (viewed, written) = self.tape, self._forwards()
+        for owner in viewed & written:
+            self._follow(owner)
+        for owner in viewed - written if self.entrywise else ():
+            if self._is_reached(owner) and prod(self.shapes[owner]) <= MOST:
+                try:
+                    self._follow(owner)
+                except Unshown:  # its label stays
+                    del self.memory[owner]
+        sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
         numbers = map(tape.number, (*tape.model.parameters(), *tape.model.buffers()))
-        kept += [number for number in numbers if number is not None and number not in tape.sources]
-        self.is_kept |= any(map(self._is_reached, kept))
-        return kept
+        kept = [number for number in numbers if number is not None and number not in tape.sources]
+        self.is_kept = any(n in self.reached for n in sources) or any(map(self._is_reached, kept))
+        return [*(n for n in sources if n in self.memory), *kept]
 
     def run(self, roots: Sequence[tuple[Tensor, Label]]) -> set[int]:
         kept = self.leave()
@@ -185,8 +194,8 @@ class _Reading:
 
     # Forwards: what depends on arguments with samples, and which tensors share memory.
 
-    def _forwards(self) -> list[int]:
-        """Returns the memory that was there before the forward and that it writes to."""
+    def _forwards(self) -> tuple[set[int], set[int]]:
+        """Returns the memory of which views are made, and the memory that is written to."""
         tape = self.tape
         self.reached = {k for k, n in tape.arguments.items() if self.axes is None or self.axes[n] is not None}
         self.is_ragged = is_ragged(tape)
@@ -226,17 +235,7 @@ class _Reading:
                     self.reached.add(owner)
             if reaches:
                 self.reached.update(numbers)
-        for owner in viewed & written:
-            self._follow(owner)
-        for owner in viewed - written if self.entrywise else ():
-            if self._is_reached(owner) and prod(self.shapes[owner]) <= MOST:
-                try:
-                    self._follow(owner)
-                except Unshown:  # its label stays
-                    del self.memory[owner]
-        sources = [n for n in written if n in tape.sources and tape.sources[n].kind not in (ARGUMENT, FRESH)]
-        self.is_kept = any(n in self.reached for n in sources)
-        return [n for n in sources if n in self.memory]
+        return viewed, written
 
     def _is_whole(self, own: Operation, base: int, views: Sequence[int]) -> bool:
         """Whether a view is all of a tensor, as it lies in memory: then the tape takes it for the tensor itself."""

@@ -55,6 +55,7 @@ class Kind:
     has_operands: whether it saves tensors
     keeps_sizes: whether the sizes of its outputs follow from its numbers and the sizes of its inputs, if all have a graph
     overwritten: how many of its first inputs only lend their memory
+    is_entrywise: whether each entry of its output is made of one entry of each input
     """
 
     name: str
@@ -67,11 +68,7 @@ class Kind:
     has_operands: bool = True
     keeps_sizes: bool = False
     overwritten: int = 0
-
-    @property
-    def is_entrywise(self) -> bool:
-        """Whether each entry of its output is made of one entry of each input."""
-        return self.entry is not None and self.entry.rule is None
+    is_entrywise: bool = False
 
     def named(self, values: Any) -> dict[str, Any]:
         return dict(zip(self.numbers, values if len(self.numbers) > 1 else (values,)))
@@ -101,8 +98,8 @@ def kind_of_name(name: str, kind: type) -> Kind:
         return Kind(name)
     if (own := MOVES.get(operation)) is not None:
         return _kind(name, kind, own.reads, law=own.law, by_values=own.by_values, is_stateless=True)
-    more = {"overwritten": 1 if operation == "copy" else 0, "keeps_sizes": operation in _SIZED.split()}
-    return _kind(name, kind, AXES[operation].reads, entry=AXES[operation], is_stateless=True, **more)
+    entry, more = AXES[operation], {"overwritten": int(operation == "copy"), "keeps_sizes": operation in _SIZED.split()}
+    return _kind(name, kind, entry.reads, entry=entry, is_stateless=True, is_entrywise=entry.rule is None, **more)
 
 
 def _kind(name: str, kind: type, reads: Sequence[str], **more: Any) -> Kind:

@@ -103,7 +103,7 @@ def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
             if memory.origin(nodes[k], trace.read_by(k)) != origin:
                 return False
         for k, outs, ins in walk.asked:
-            known = walk.shown.get(k, [])
+            known = walk.shown.get(k, ())
             now = None if known is None else shown(nodes[k], outs)
             if now is not None and now == known:
                 continue

@@ -128,7 +128,7 @@ def shown(node: Any, outs: Sequence[Label]) -> list[int] | None:
         there = [x for x in found if x is not None]
         if any(x.dtype not in WIDE or x.device.type not in ("cpu", "cuda") for x in there):
             return None
-        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) for x in there]
+        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) if x.numel() else 0 for x in there]
 
 
 def _is_exact(node: Any, outs: Sequence[Label]) -> bool:
@@ -157,17 +157,17 @@ def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
     return _drawn(like) * factors[entries(label, like.shape, samples, like.device)]  # type: ignore[arg-type]  # it has owners
 
 
-def _drawn(like: Any, seed: int = 0) -> Tensor:
-    """Random numbers of a shape."""
+def _drawn(like: Any, turn: int = 0) -> Tensor:
+    """Random numbers of a shape.  turn: 1 for others than 0"""
     count = math.prod(like.shape)
-    draws = _draws(1 << (count - 1).bit_length(), like.dtype, like.device, seed)
-    return draws[:count].view(tuple(like.shape))
+    draws = _draws(2 << count.bit_length(), like.dtype, like.device)
+    return draws[turn * count :][:count].view(tuple(like.shape))
 
 
-@lru_cache(maxsize=8)
-def _draws(count: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+@lru_cache(maxsize=16)
+def _draws(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random numbers of absolute value 1 to 2."""
-    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return torch.where(draws < 0.5, -1 - draws, draws + 1).to(device)
 
 

@@ -50,7 +50,7 @@ PUTTING = frozenset("index_put _index_put_impl index_copy scatter masked_scatter
 """Operations that write into a tensor without reading it."""
 RAGGED = frozenset("nonzero masked_select repeat_interleave unique_consecutive _unique2 unique_dim".split())  # noqa: SIM905
 """Operations of which the first axis of the result is as long as values say."""
-TAKING = frozenset("index_select gather embedding index _unsafe_index".split())  # noqa: SIM905
+TAKING = frozenset("index_select gather take embedding index _unsafe_index".split())  # noqa: SIM905
 """Operations that take the entries of their first tensor to which an index points."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import Any, Final
 
@@ -58,25 +59,19 @@ class Trace:
         nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
         leaves: list[int] = []
-        variables: list[Tensor] = []
-        fixed: list[int] = []  # those that are parameters, of this model or of one that it hides
-        ids: list[int] = []  # of the tensors at these
         kinds: list[Kind] = []
         edges: list[tuple[tuple[int, int] | None, ...]] = []
         read: list[Any] = []  # the numbers and sizes that don't follow from others
-        find, known, of_leaf, parameter = place.get, _BY_TYPE.get, Leaf, Parameter
+        find, known, of_leaf = place.get, _BY_TYPE.get, Leaf
         for node in nodes:  # the list grows
             kind = type(node)
-            ahead: list[tuple[int, int] | None] = []
             if kind is of_leaf:
-                own, x = LEAF, node.variable
-                if id(x) in parameters or isinstance(x, parameter):
-                    fixed.append(len(edges))
-                    ids.append(id(x))
                 leaves.append(len(edges))
-                variables.append(x)
-                read.append(x.shape)
-            elif ends and node in ends:
+                kinds.append(LEAF)
+                edges.append(())
+                continue
+            ahead: list[tuple[int, int] | None] = []
+            if ends and node in ends:
                 own = END
                 read.append(_sizes(node))
             else:
@@ -101,11 +96,16 @@ class Trace:
                     read.append(tuple(made[0].shape) if is_plain else _sizes(node))
             kinds.append(own)
             edges.append(tuple(ahead))
+        variables: list[Tensor] = [nodes[k].variable for k in leaves]
+        sizes, address = tuple([x.shape for x in variables]), [*map(id, variables)]
+        # Those that are parameters, of this model or of one that it hides.
+        are_fixed = [at in parameters or isinstance(x, Parameter) for at, x in zip(address, variables)]
+        fixed, ids = [*compress(leaves, are_fixed)], compress(address, are_fixed)
         self.number: Mapping[Any, int] = place
         self.nodes, self.kinds, self.edges = nodes, kinds, edges
         self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
         self.parameters, self.ends, self.leaves, self.variables, self.fixed = parameters, ends, leaves, variables, fixed
-        self.key: tuple[Hashable, ...] = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read)
+        self.key: tuple[Hashable, ...] = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read), sizes
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ these; an operation has them among its inputs, where they stand among its argume
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -118,6 +118,15 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, dim: int) -> list[La
             if _is_moved(label, [d])
             else _longer(label, sizes.out, sizes.own, samples)
         )
+    return [found, *[label] * (len(sizes.ins) - 1)]
+
+
+@move("take", by_values=True)
+def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
+    index, found = read("index"), _first(label, sizes)
+    if found is not None:
+        links = [ALONE] * len(sizes.own)
+        found = spread(label, links, sizes.out, sizes.own, samples, lambda x: x.take(index), device=index.device)
     return [found, *[label] * (len(sizes.ins) - 1)]
 
 
@@ -241,7 +250,12 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read) -> list[Label]:
     by = Indexed(indices, sizes.out)
     at = by.read(entries(label, sizes.out, samples, by.indices[0].device))
     moved = None if source is None else _narrowed(at, source)
-    return [label, *(by.labels(indices, Entries(at), samples) if given else ()), moved]
+    masks = [0 if index is None or index.dtype not in MASKS else index.ndim for index in indices]
+    own = zip(indices, masks, accumulate((k or 1 for k in masks), initial=0)) if given else ()
+    # A mask decides of entries that it doesn't choose, too.
+    of_masks = [linked(label, range(d, d + k), index.shape) if k else None for index, k, d in own]
+    found = [a or b for a, b in zip(of_masks, by.labels(indices, Entries(at), samples) if given else ())]
+    return [label, *found, moved]
 
 
 @move("masked_select", by_values=True)

@@ -95,7 +95,7 @@ class Walk:
     mixed: set[int] = field(default_factory=set)
     read: list[tuple[int, str, Any]] = field(default_factory=list)
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
-    shown: dict[int, list[int] | None] = field(default_factory=dict)
+    shown: dict[int, Sequence[int] | None] = field(default_factory=dict)
     origins: dict[int, str] = field(default_factory=dict)
     deferred: list[int] = field(default_factory=list)
     of_parameters: list[bool] = field(default_factory=list)

@@ -351,7 +351,7 @@ def numbers_in(given: Any) -> Iterator[int]:
 
 READ = {
     **{f"{name}{more}": "index" for name in ("index", "scatter") for more in ("_add", "_reduce")},
-    **dict.fromkeys(("index_select", "gather", "index_copy", "scatter"), "index"),
+    **dict.fromkeys(("index_select", "gather", "take", "index_copy", "scatter"), "index"),
     **dict.fromkeys(("index", "_unsafe_index", "index_put", "_unsafe_index_put", "_index_put_impl", "embedding"), "indices"),
     "masked_select": "mask", "masked_scatter": "mask", "nonzero": "self", "bincount": "self", "repeat_interleave": "repeats",
     "_embedding_bag": "offsets", "_embedding_bag_forward_only": "offsets",

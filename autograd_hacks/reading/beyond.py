@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.nn as nn
 from torch import Tensor
@@ -27,9 +27,8 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, entries, viewed
-from autograd_hacks.graph.trace import END, LEAF
-from autograd_hacks.reading.reader import Reader, label_of
+from autograd_hacks.graph.label import Entries, Label, Owned, Shape, viewed
+from autograd_hacks.reading.reader import Reader, agree, label_of
 from autograd_hacks.support.graph import Graph, Value, made, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import Layout, samples_of_rows
@@ -89,9 +88,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     reader.follow(found)
     ran.attach()
     recorder.watch_loss(partial(labels_by_node, reader), samples)
-    if recorder.record.documents is not None:
-        return ""
-    if not found.mixed and recorder not in _misled(reader, behind):
+    if recorder.record.documents is not None or not (found.mixed or recorder in _misled(reader, behind)):
         return ""
     return reader.mixing(reader.walk)[0] or "the order of the samples"
 
@@ -151,7 +148,7 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
     if mark is None or mark.at is None or mark.samples != samples:
         return mark is not None  # what arrives there is refused, or can't be compared
     shape = shape_of(value)
-    return _agree(label, label_of(mark.at, shape, samples), shape, samples)
+    return agree(label, label_of(mark.at, shape, samples), shape, samples)
 
 
 def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
@@ -162,36 +159,14 @@ def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
             expected.append((mark.recorder(), mark.samples, {value: label_of(mark.at, shape_of(value), mark.samples)}))
     for node in reader.trace.nodes:
         for hook in on_node(node):
-            use = hook.use if isinstance(hook, AtNode) else hook.call
+            use = hook.use
             # Of a recurrent layer by itself the rule alone knows where the samples are.
-            is_alone = isinstance(use, LayerCall) and use.within.calls is None and use.known.rule.axes is not None
+            is_alone = isinstance(use, LayerCall) and use.within.facts.calls is None and use.known.rule.axes is not None
             if use is not None and use.edges and not is_alone:  # without edges, other nodes give the rows
                 expected.append((hook.receiver.owner(), *_labels(use, node, hook if isinstance(hook, AtOutput) else None)))
-    return {
-        own
-        for own, samples, labels in expected
-        if isinstance(own, Recorder)
-        and samples == reader.samples
-        and not all(is_in_order(reader, value, label) for value, label in labels.items() if value.node in reader.number)
-    }
-
-
-def is_in_order(reader: Reader, value: Value, expected: Label) -> bool:
-    """Whether what arrives at a value is of the samples whose entries these are."""
-    k = reader.number[value.node]
-    label, shape = reader.walk.labels[k][value.number], reader.trace.shapes[k][value.number] or ()
-    return _agree(label, expected, shape, reader.samples)
-
-
-def _agree(label: Label, expected: Label, shape: Shape, samples: int) -> bool:
-    if label is None:
-        return True
-    if not isinstance(label, Owned) or not isinstance(expected, Owned):
-        return False
-    if label == expected:
-        return True
-    at = entries(label, shape, samples)
-    return bool(((at == entries(expected, shape, samples, at.device)) | (at < 0)).all())
+    told = [(own, labels) for own, samples, labels in expected if isinstance(own, Recorder) and samples == reader.samples]
+    known = reader.number.keys()
+    return {own for own, labels in told if not all(reader.is_in_order(*at) for at in labels.items() if at[0].node in known)}
 
 
 def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
@@ -206,7 +181,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
             if isinstance(hook, AtNode):
                 found.add(node)
                 taken.update((k, value.place) for value in hook.use.plan.values)
-            elif hook.call is not None and hook.call.edges:
+            elif hook.use is not None and hook.use.edges:
                 found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
     below = set[int]()
     for k in trace.order() if taken else ():
@@ -214,18 +189,6 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
         if takers and all(other in below or (other, place) in taken for other, place, _ in takers):
             below.add(k)
     return found | {trace.nodes[k] for k in below}
-
-
-class Met(NamedTuple):
-    """A node at which parameters met the batch.
-
-    forward: the number of that forward
-    inputs: by number, the shape of each input that isn't made of parameters, and the label of the gradient there
-    """
-
-    forward: int
-    samples: int
-    inputs: Mapping[int, tuple[Shape, Label]]
 
 
 def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput | None) -> None:
@@ -253,12 +216,12 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         use.edges = {}
     for k, taken in places.items():
         at = trace.nodes[k]
-        if Met in at.metadata:
+        if follow in at.metadata:
             continue
-        at.metadata[Met] = True
+        at.metadata[follow] = True
         edges = {n: edge for n, edge in enumerate(trace.edges[k]) if edge is not None and n not in taken}
         inputs = {n: (trace.shapes[j][number] or (), walk.labels[j][number]) for n, (j, number) in edges.items()}
-        own_hook(at.register_hook(partial(_computed, recorder, Met(use.within.forward, samples, inputs))))
+        own_hook(at.register_hook(partial(_computed, recorder, use.within.forward, samples, inputs)))
 
 
 def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Value, Label]]:
@@ -267,18 +230,19 @@ def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Valu
     shape = shape_of(values[0]) if hook is None else hook.shape
     samples, found = use.samples or (shape[0] if shape else 1), dict[Value, Label]()
     packed = packed_into(use) if isinstance(use, LayerCall) and hook is not None and not hook.slot else None
+    layouts, of_rows, _ = use.whose
     for n, value in enumerate(values) if samples else ():
         slot, sizes = (n, shape_of(value)) if hook is None else (hook.slot, hook.shape)
         if packed is not None:
             label = label_of(samples_of_rows(packed), sizes, samples)
-        elif use.labels is not None:
-            label = Entries(use.labels) if use.labels.ndim > 1 else label_of(use.labels, sizes, samples)
+        elif of_rows is not None:
+            label = Entries(of_rows) if of_rows.ndim > 1 else label_of(of_rows, sizes, samples)
         else:
-            at = use.layouts[slot] if slot < len(use.layouts) else Layout() if hook is not None else None
+            at = layouts[slot] if slot < len(layouts) else Layout() if hook is not None else None
             label = None if at is None or not at.fits_shape(sizes, samples) else label_of(at, sizes, samples)
         if isinstance(label, Owned):
             found[value] = label if sizes == shape_of(value) else viewed(label, sizes, shape_of(value), samples)
-        if use.labels is not None:
+        if of_rows is not None:
             break
     return samples, found
 
@@ -287,8 +251,6 @@ def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
     """Whether nodes that save values take what comes from the uses."""
     trace, above = reader.trace, set(uses)
     for k in reversed(trace.order()):
-        if trace.kinds[k] is END or trace.kinds[k] is LEAF:
-            continue
         if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
             if trace.kinds[k].has_operands:
                 return True
@@ -302,27 +264,28 @@ def _attach(own: Recorder, reader: Reader) -> None:
 
 
 def _computed(
-    recorder: weakref.ref[Recorder], met: Met, computed: Sequence[Tensor | None], grads: Sequence[Tensor | None]
-) -> None:
-    """Called when a node has computed gradients from those that arrived."""
+    recorder: weakref.ref[Recorder], forward: int, samples: int, inputs: Mapping[int, tuple[Shape, Label]],
+    computed: Sequence[Tensor | None], grads: Sequence[Tensor | None],
+) -> None:  # fmt: skip
+    """Called when a node at which parameters met the batch has computed gradients from those that arrived.
+
+    inputs: by number, the shape of each input that isn't made of parameters, and the label of the gradient there"""
     own = recorder()
     if own is None or not own.backward.hears():
         return
     roots: dict[Value, Label] = {}
     outputs: list[Tensor] = []
-    for n, (shape, label) in met.inputs.items():
+    for n, (shape, label) in inputs.items():
         x = computed[n]
         if x is not None and x.grad_fn is not None and isinstance(label, Owned) and x.shape == shape:
             roots[Value(x.grad_fn, x.output_nr)] = label
             outputs.append(x)
-    if not roots:
-        return
     node: Any = current_node()
     ends = {node, *(x.grad_fn for x in grads if x is not None and x.grad_fn is not None)}
-    ends |= {node.next_functions[n][0] for n in met.inputs}
-    ran = _ran_behind(own, outputs, ends, met.forward, met.samples)
+    ends |= {node.next_functions[n][0] for n in inputs}
+    ran = _ran_behind(own, outputs, ends, forward, samples)
     if ran.parameters:
-        _attach(own, Reader(ran, met.samples, roots))
+        _attach(own, Reader(ran, samples, roots))
 
 
 ABOVE.created, ABOVE.between = follow, read_between

@@ -1,4 +1,6 @@
-"""Checks that the rows add up to the gradient that arrived at the parameter.  If not, some gradient was not recorded."""
+"""Checks that the rows add up to the gradient that arrived at the parameter.  If not, some gradient was not recorded.
+
+Registered rules are checked with random weights, too: their rows must add up to what the layer's own graph gives."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,16 +11,24 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from autograd_hacks.capture.calls import LayerCall
+from autograd_hacks.capture.kinds import Whose
+from autograd_hacks.capture.log import Noted
+from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS, directions
 from autograd_hacks.forms.factored import Factored
+from autograd_hacks.formulas.table import is_given
 from autograd_hacks.formulas.views import STEPS
-from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products
+from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products, without_autocast
+from autograd_hacks.support.graph import Value, made
+from autograd_hacks.support.parts import undivided
+from autograd_hacks.support.sweep import Grads, sweep
 
 ROUNDING = 64
 """How far two ways to compute a sum may differ, in units in the last place of the sum of the terms' magnitudes."""
@@ -46,18 +56,14 @@ Told = tuple[Use, OutputGrads, Form]
 
 
 class _Compared(NamedTuple):
-    """A parameter that is compared.
-
-    known: its name in the record    unit: the tolerance    told: what gives its rows    parts: the terms of each use
-    is_new: whether some are compared for the first time
-    """
+    """A parameter that is compared."""
 
     name: str
-    known: str
-    unit: float
-    told: Sequence[Told]
-    parts: Sequence[Tensor]
-    is_new: bool
+    known: str  # its name in the record
+    unit: float  # the tolerance
+    told: Sequence[Told]  # what gives its rows
+    parts: Sequence[Tensor]  # the terms of each use
+    is_new: bool  # whether some are compared for the first time
 
 
 class Certificate:
@@ -74,14 +80,10 @@ class Certificate:
     def add(self, name: str, known: str, recorded: Pass, told: Sequence[Told]) -> None:
         """Takes the rows of all uses that brought gradient to a parameter in a pass.
 
-        name: the parameter's name in messages
-        known: its name in the record
-        """
-        if known in recorded.beside or known in recorded.skipped:
-            return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive
+        name: the parameter's name in messages    known: its name in the record"""
         form, sums = told[0][2], recorded.along[known]
-        if not form.samples or not form.shape.numel():
-            return
+        if known in recorded.beside or known in recorded.skipped or not form.samples or not form.shape.numel():
+            return  # a part of what arrives belongs to no sample, or a part of it doesn't arrive; or nothing does
         if (unit := self._unit_of(told, sums[0])) is None:
             note_compared(known, told)
             return
@@ -95,17 +97,14 @@ class Certificate:
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
-        used = {
-            dtype for use, grads, form in told for dtype in (use.precision, grads.first.dtype, form.like.dtype, like.dtype)
-        }
-        unit = max(torch.finfo(dtype).eps for dtype in used if dtype is not None)
+        dtypes = ((use.precision, grads.first.dtype, form.like.dtype, like.dtype) for use, grads, form in told)
+        unit = max(torch.finfo(dtype).eps for own in dtypes for dtype in own if dtype is not None)
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
-            kinds = {_products_of(use) for use, _, _ in told}
             ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.plan.values]
             is_stepwise = all(turn.before.kind in STEPS for way in ways if way is not None for turn in way.turns)
-            least = (0.0 if is_stepwise else FINEST, *(rounding_of_products(kind, like) for kind in kinds))
-            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), *least)
+            least = max(0.0 if is_stepwise else FINEST, rounded_by([use for use, _, _ in told], like))
+            return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
         if any(isinstance(leaf, Dense) for leaf in leaves):
             return None
@@ -178,9 +177,8 @@ def _added(grads: OutputGrads, form: Form) -> float:
 
 def _as_used(use: Use, form: Form) -> Form:
     """The form with its factors rounded as autocast rounded them for the product."""
-    if use.precision is None or use.precision == form.like.dtype or not isinstance(form, Factored):
-        return form
-    return form.to(use.precision).to(form.like.dtype)
+    is_exact = use.precision in (None, form.like.dtype) or not isinstance(form, Factored)
+    return form if is_exact or use.precision is None else form.to(use.precision).to(form.like.dtype)
 
 
 def unexplained(name: str, record: Record) -> UnseenGradient | HigherOrderError:
@@ -232,15 +230,14 @@ def received_by(forms: Sequence[Form], found: Iterable[tuple[Use, OutputGrads, f
     found: the parameter's calls, the gradients that each got, and their factors
     """
     length: Tensor | float = 0.0
+    is_dense = all(isinstance(leaf, Dense) for form in forms for leaf in form.leaves())
     for call, grads, scale in found:
         # Terms too small for the dtype lose their digits.
         lost = scale * torch.finfo(grads.first.dtype).tiny * grads.first.numel() ** 0.5
         if not isinstance(call, LayerCall):
             length += scale * grads.length + lost
             continue
-        in_turn = isinstance(call.layer, _ADD_IN_TURN) and all(
-            isinstance(leaf, Dense) for form in forms for leaf in form.leaves()
-        )
+        in_turn = isinstance(call.layer, _ADD_IN_TURN) and is_dense
         terms = grads.first.numel() / max(1, forms[0].shape.numel()) if in_turn else 1
         if in_turn and torch.bfloat16 in (call.precision, grads.first.dtype):
             length += 10 * scale * grads.length  # in bfloat16, sums of hundreds were off by 40 % of that
@@ -284,11 +281,8 @@ def agree(
 
     Rounding is relative to the sum of the terms' magnitudes, which is far larger than the sum if the terms cancel.
 
-    w: N
-    expected: parameter shape
-    used: other dtypes in which it was computed
+    w: N    expected: parameter shape    used: other dtypes in which it was computed    rounded: see `rounded_by`
     received: see `received_by`; rows that are sums over positions may have cancelled themselves
-    rounded: see `rounded_by`
     """
     difference = form.weighted_sum(w).to(expected.dtype).sub_(expected).abs()
     dtypes = {expected.dtype, *(dtype for dtype in used if dtype is not None)}
@@ -307,3 +301,60 @@ def agree(
         return True
     terms = magnitudes(form).weighted_sum(w.abs()).to(difference.dtype).where(finite, 0).nan_to_num(0, 0, 0)
     return bool((difference <= tolerance * (terms + terms.max() / 8)).all())
+
+
+def check_rules(ran: Ran, places: Sequence[Whose | None], samples: int) -> dict[str, str]:
+    """{parameter: why its rows are wrong}, for the layers of a finished forward whose rules a user has registered.
+
+    places: whose the entries of the calls' outputs are    samples: N"""
+    wrong: dict[str, str] = {}
+    for noted, place in zip(ran.noted, places):
+        if place is not None and is_given(noted.call.layer) and noted.call.edges and not place.is_unseen:
+            wrong |= _compared(ran, noted, place, samples)
+    return wrong
+
+
+def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, str]:
+    draws = torch.Generator().manual_seed(samples)
+    # Powers of two: multiplying by them does not change what rounding leaves of a zero.
+    w = 2.0 ** (torch.randperm(samples, generator=draws, device="cpu") % 8 - 4)
+    given: dict[Value, list[Tensor | None]] = {}
+    grads: list[Tensor | None] = [None] * noted.call.slots
+    for node, hook in noted.hooks:
+        layout, like = place.layouts[hook.slot], made(node)[hook.number]
+        if layout is None and place.labels is None:
+            return {}
+        g = torch.randn(like.shape, generator=draws, dtype=like.dtype, device="cpu").to(like.device).reshape(hook.shape)
+        each = w[place.labels].view(-1, *[1] * (g.ndim - 1)).to(g) if layout is None else layout.over(g, w.to(g))
+        grads[hook.slot] = g
+        given[Value(node, hook.number)] = [(each * g).reshape(tuple(like.shape))]
+    leaves, arrived = {edge.node: name for name, edge in noted.call.edges.items()}, dict[str, Tensor]()
+
+    def arrive(node: Node, passes: list[Grads]) -> None:
+        if node in leaves and passes[0][0] is not None:
+            arrived[leaves[node]] = passes[0][0].detach()
+
+    with torch.no_grad(), without_autocast(ran.outputs):
+        sweep(given, arrive, noted.inputs)
+        received = OutputGrads(grads, [0] * len(grads), tuple(noted.call.edges))
+        try:
+            forms = noted.call.forms(received)
+        except Exception:  # reading raises a rule's error again
+            return {}
+    terms = [(noted.call, received, float(w.max()))]
+    return {
+        (name := noted.call.edges[local].name): (
+            f"with random weights, the rows of {name} don't add up to the gradient that its layer gives. Its rule is wrong "
+            f"({noted.call.place})"
+        )
+        for local, form in forms.items()
+        if local in arrived
+        and not agree(
+            form,
+            w.to(form.like.device, form.sum_dtype.to_real()),
+            undivided(arrived[local]).to_dense(),
+            [noted.call.precision],
+            partial(received_by, [form], terms),
+            rounded_by([noted.call], arrived[local]),
+        )
+    }

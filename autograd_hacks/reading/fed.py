@@ -5,7 +5,7 @@ patched function, a mode, a class of tensors, a hook that packs what nodes save,
 may change from step to step, without a trace in the graph.  So the node itself gives the rows, if it has a formula.  Else
 rows are compared with gradient in each step."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from operator import attrgetter
@@ -39,37 +39,33 @@ Taken = tuple[str, Any, Any]
 class _Kind(NamedTuple):
     """A kind of nodes that layers are.
 
-    layer: their type    raw: reads what it saves of the argument
-    settings: those that rules take from the layer: their names, and what reads them
-    places: the numbers of its inputs, by the parameters' names in the layer, and of the argument as x
+    layer: their type    raw: the name of what it saves of the argument, and what reads it as it is
+    settings: the names of those that rules take from the layer, and what reads them
     others: the names of what else it saves as it is, of the layer's buffers and the call's arguments
+    places: the numbers of its inputs, by the parameters' names in the layer, and of the argument as x
     usual: the only settings that rules know
     """
 
-    layer: type[nn.Module]
-    raw: Callable[[Any], Any]
-    settings: Any
-    places: Mapping[str, int]
+    layer: Any
+    raw: Any
+    settings: Any = ""
     others: Sequence[str] = ()
+    places: Mapping[str, int] = {"x": 0, "weight": 1, "bias": 2}
     usual: Any = None
 
 
-def _kind(layer: Any, argument: str, settings: str = "", *more: Any, **places: int) -> _Kind:
-    return _Kind(layer, attrgetter(RAW + argument), settings.split(), places or {"x": 0, "weight": 1, "bias": 2}, *more)
-
-
 _KINDS = {
-    "AddmmBackward0": _kind(nn.Linear, "mat1", "alpha beta", (), (1, 1), x=1, weight=2, bias=0),
-    "MmBackward0": _kind(nn.Linear, "self", x=0, weight=1),
-    "ConvolutionBackward0": _kind(nn.modules.conv._ConvNd, "input", "stride padding dilation groups transposed"),
-    "EmbeddingBagBackward0": _kind(
-        nn.EmbeddingBag, "indices", "mode padding_idx scale_grad_by_freq", ("offsets", "per_sample_weights"), weight=0
+    "AddmmBackward0": _Kind(nn.Linear, "mat1", "alpha beta", (), {"x": 1, "weight": 2, "bias": 0}, (1, 1)),
+    "MmBackward0": _Kind(nn.Linear, "self", places={"x": 0, "weight": 1}),
+    "ConvolutionBackward0": _Kind(nn.modules.conv._ConvNd, "input", "stride padding dilation groups transposed"),
+    "EmbeddingBagBackward0": _Kind(
+        nn.EmbeddingBag, "indices", "mode padding_idx scale_grad_by_freq", ("offsets", "per_sample_weights"), {"weight": 0}
     ),
-    "EmbeddingBackward0": _kind(nn.Embedding, "indices", "padding_idx scale_grad_by_freq", weight=0),
-    "NativeLayerNormBackward0": _kind(nn.LayerNorm, "input"),
-    "FusedRmsNormBackward0": _kind(nn.RMSNorm, "input"),
-    "NativeGroupNormBackward0": _kind(nn.GroupNorm, "input", "group eps"),
-    "NativeBatchNormBackward0": _kind(
+    "EmbeddingBackward0": _Kind(nn.Embedding, "indices", "padding_idx scale_grad_by_freq", places={"weight": 0}),
+    "NativeLayerNormBackward0": _Kind(nn.LayerNorm, "input"),
+    "FusedRmsNormBackward0": _Kind(nn.RMSNorm, "input"),
+    "NativeGroupNormBackward0": _Kind(nn.GroupNorm, "input", "group eps"),
+    "NativeBatchNormBackward0": _Kind(
         nn.modules.batchnorm._BatchNorm, "input", "training eps", ("running_mean", "running_var")
     ),
 }
@@ -77,9 +73,10 @@ _KINDS = {
 
 @cache
 def _kind_of(node: type) -> _Kind | None:
-    kind = _KINDS.get(USUAL.get(node.__name__, node.__name__))
-    names = [] if kind is None else [SAVED + spelt(node, name) for name in kind.settings]
-    return kind and kind._replace(settings=attrgetter(*names) if names else lambda node: None)
+    if (kind := _KINDS.get(USUAL.get(node.__name__, node.__name__))) is None:
+        return None
+    names = [SAVED + spelt(node, name) for name in kind.settings.split()]
+    return kind._replace(raw=attrgetter(RAW + kind.raw), settings=attrgetter(*names) if names else lambda node: None)
 
 
 def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -> tuple[Any, int, list[str]]:

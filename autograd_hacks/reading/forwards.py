@@ -25,11 +25,11 @@ from autograd_hacks.graph.trace import Nested
 from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
 from autograd_hacks.probe.tape import MIXING
-from autograd_hacks.reading.beyond import is_in_order, labels_by_node
-from autograd_hacks.reading.given_rules import check_rules
-from autograd_hacks.reading.hypotheses import Hypothesis, Where, as_before, batch_axes, tried
+from autograd_hacks.reading.beyond import labels_by_node
+from autograd_hacks.reading.certificate import check_rules
+from autograd_hacks.reading.hypotheses import Hypothesis, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
-from autograd_hacks.reading.reader import Read, Reader, label_of
+from autograd_hacks.reading.reader import Read, Reader, Where, label_of
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, shape_of
 from autograd_hacks.support.layout import Layout
 
@@ -47,7 +47,6 @@ class Chosen:
     reader: Reader
     in_order: bool | None  # whether the arguments have the samples there; None if parameters meet no argument itself
     found: Read | None = None  # what was read of an equal forward
-    untold: str = ""  # why an output's entries can't be assigned to documents
 
     @property
     def is_shown(self) -> bool:
@@ -69,14 +68,12 @@ class Chosen:
         every = ((slot, value) for slot, added in losses.items() for value in added)
         return {slot: value for slot, value in every if value not in known and not reader.is_own(value.node)}
 
-    def replaces(self, before: Chosen | None) -> bool:
+    def replaces(self, before: Chosen) -> bool:
         """Whether this is what samples do, and not what a likelier hypothesis says.
 
         Features look like samples if there are N.  So where samples mix on the likelier axis, something must show the other:
         the arguments, or an output on their axis.
         """
-        if before is None:
-            return True
         is_sure_enough = self.is_sure if before.reader.walk.by_values else not (self.is_mixed or self.lost())
         if before.is_sure or not is_sure_enough:
             return False
@@ -85,7 +82,7 @@ class Chosen:
 
 def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     batch = batch_axes(ran, hypothesis)
-    places = {ran.value(at) if isinstance(at, int) else at: where for at, where in hypothesis.places.items()}
+    places = {ran.value(at): where for at, where in hypothesis.places.items()}
     reader = Reader(ran, hypothesis.samples, places, batch, memo)
     found = reader.known()
     if found is not None:
@@ -100,7 +97,7 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
         in_order = False  # nothing but sizes shows the samples
     expected = {value: label_of(Layout(), shape_of(value), reader.samples) for value in hypothesis.taken_from}
-    is_taken_in_order = all(is_in_order(reader, value, label) for value, label in expected.items())
+    is_taken_in_order = all(reader.is_in_order(value, label) for value, label in expected.items())
     return Chosen(hypothesis, reader, in_order if is_taken_in_order else False)
 
 
@@ -109,13 +106,10 @@ def _is_elsewhere(reader: Reader, axis: int) -> bool:
     where parameters meet tensors without a graph."""
     trace, walk = reader.trace, reader.walk
     for k, edges in enumerate(trace.edges):
-        kind, outs, own = (
-            trace.kinds[k],
-            trace.shapes[k],
-            [edge is not None and walk.of_parameters[edge[0]] for edge in edges],
-        )
+        own = [edge is not None and walk.of_parameters[edge[0]] for edge in edges]
         if walk.of_parameters[k] or not any(own):
             continue
+        kind, outs = trace.kinds[k], trace.shapes[k]
         ins = [None if edge is None else trace.shapes[edge[0]][edge[1]] for edge in edges]
         for o, label in enumerate(walk.labels[k]):
             along = set(varying(label)) if isinstance(label, Owned) else set()
@@ -143,14 +137,13 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     if before is not None and before.is_shown:
         best = before
     for hypothesis in tried(ran) if best is None else ():
-        is_known = before is not None and hypothesis == before.hypothesis
-        chosen = before if before is not None and is_known else _under(ran, hypothesis, memo)
+        chosen = before if before is not None and hypothesis == before.hypothesis else _under(ran, hypothesis, memo)
         if best is None or chosen.replaces(best):
             best = chosen
         if best.is_sure:
             break
     if best is None:
-        recorder.watch_hooks(None, within.samples or 2)
+        recorder.watch_hooks(None, within.samples or 2, ran.users_hooks)
         return
     found = best.found
     if found is None or within.documents is not None:
@@ -175,21 +168,19 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     ran.labels, ran.added = walk.labels, {at: where for at, where in places.items() if isinstance(at, Value)}
     within.mixes_at = best.reader.mixing(walk)[0]
     within.axis, within.counted_at = best.hypothesis.axis, best.hypothesis.counted_at
-    within.nodes, within.disproven, within.returns_parameters = found.nodes, found.disproven, found.returns_parameters
-    within.by_rule = found.covered
     if not within.mixing and within.kind.dependent is not None:
         within.mixing, within.mixed_outputs = within.kind.dependent
-    recorder.watch_hooks(labels_by_node(best.reader), best.hypothesis.samples)
+    recorder.watch_hooks(labels_by_node(best.reader), best.hypothesis.samples, ran.users_hooks)
 
 
 def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     """Reads a forward that is like none before, and keeps what was read for those that will be like it."""
     within, mixed_outputs, lost = ran.within, list[int](), best.lost()
-    within.is_scaled = best.hypothesis.is_scaled
     if best.is_mixed:
         best, mixed_outputs = _without_mixed(ran, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
     found, samples = reader.read(), hypothesis.samples
+    found.is_scaled = hypothesis.is_scaled
     if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
@@ -197,14 +188,15 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     of_batch = [slot for slot in outside if samples > 1 and slot not in {*of_parameters, *hypothesis.losses}]
     mixed_outputs += [slot for slot in (*lost, *of_batch) if slot not in mixed_outputs]
     if within.documents is not None:
-        mixed_outputs += _note_leaks(ran, within.documents, best, found)
-    names = {reader.number[leaf]: name for leaf, name in ran.leaves.items() if leaf in reader.number}
-    mixed = {names[k]: why for k, why in found.mixed.items() if k in names}
+        untold, within.untold = _note_leaks(ran, within.documents, best, found)
+        mixed_outputs += untold
+    nodes = reader.trace.nodes
+    mixed = {ran.leaves[nodes[k]]: why for k, why in found.mixed.items() if nodes[k] in ran.leaves}
     returned = [n for n in mixed_outputs if n < ran.count]
-    within.mixing = why_mixed(ran, mixed, mixed_outputs, lost) if mixed or (returned and not best.untold) else ""
+    within.mixing = why_mixed(ran, mixed, mixed_outputs, lost) if mixed or (returned and not within.untold) else ""
     if any(reader.trace.kinds[mix.node].name == CHECKPOINT for mix in reader.walk.mixes if mix.node >= 0):
         within.mixing = INSIDE_PASS
-    within.mixed_outputs, within.untold = tuple(mixed_outputs), best.untold
+    within.mixed_outputs = tuple(mixed_outputs)
     reader.follow(found)
     calls = (noted.call for noted, whose in zip(ran.noted, found.calls) if whose is not None)
     found.covered = frozenset([name for call in calls for name in call.known.names])
@@ -240,11 +232,7 @@ def _without_mixed(ran: Ran, best: Chosen, memo: Memo) -> tuple[Chosen, list[int
     alone = {at: _under(ran, replace(best.hypothesis, places={at: where}), memo) for at, where in places.items()}
     left = {at: places[at] for at, own in alone.items() if not own.is_mixed}
     if len(left) == len(places):  # one may be a weight, such as a normalised one, and no output of samples
-        of_batch = {
-            at: where
-            for at, where in places.items()
-            if not best.reader.is_own((ran.value(at) if isinstance(at, int) else at).node)
-        }
+        of_batch = {at: where for at, where in places.items() if not best.reader.is_own(ran.value(at).node)}
         left = {at: where for at, where in of_batch.items() if alone[at].in_order is not None}
         left = left or {at: where for at, where in of_batch.items() if not isinstance(at, int) or at < ran.count}
     if not left or len(left) == len(places):
@@ -252,11 +240,13 @@ def _without_mixed(ran: Ran, best: Chosen, memo: Memo) -> tuple[Chosen, list[int
     return _under(ran, replace(best.hypothesis, places=left), memo), numbers(places.keys() - left.keys())
 
 
-def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> list[int]:
-    """Notes the parameters whose gradients mix documents.  Returns the outputs whose entries no document is known for."""
+def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> tuple[list[int], str]:
+    """Notes the parameters whose gradients mix documents.
+
+    Returns the outputs whose entries no document is known for, and why not, if that is so of some"""
+    reader, labels, untold, why = chosen.reader, dict[int, Label](), list[int](), ""
     if documents.is_of_tokens or not documents.count:
-        return []
-    reader, labels, untold = chosen.reader, dict[int, Label](), list[int]()
+        return untold, why
     for n, (at, (k, output)) in enumerate(zip(chosen.hypothesis.places, reader.trace.roots)):
         shape = reader.trace.shapes[k][output] or ()
         numbers = torch.arange(1, documents.count + 1, device=documents.ids.device)
@@ -271,34 +261,28 @@ def _note_leaks(ran: Ran, documents: Documents, chosen: Chosen, found: Read) -> 
             f"{tuple(documents.ids.shape)} positions, so output entries can't be assigned to documents. Compute the loss "
             "from an output with an entry for each position."
         )
-        chosen.untold = why
         documents.leaks.update({} if labels else dict.fromkeys(ran.parameters, why))
     if not labels or documents.most < 2:
-        return untold
+        return untold, why
     walk = reader.walked_again(labels, documents.count)
     for k, names in _takers(ran, reader, found).items():
         for label, of_sample, shape in zip(walk.labels[k], reader.walk.labels[k], reader.trace.shapes[k]):
             layouts = () if of_sample is None else (Layout(), Layout(0, "N·T"))  # nothing arrives there
             by_sizes = (documents.owners(shape, where, documents.ids.device) for where in layouts)
-            told = next((x for x in by_sizes if x is not None), None)
+            if (told := next((x for x in by_sizes if x is not None), None)) is None:
+                continue
             # Another axis may have as many places as there are positions.  What padding gets is seen in the pass.
-            own = (
-                entries(label, shape, documents.count, told.device)
-                if isinstance(label, Owned) and told is not None
-                else None
-            )
-            if told is not None and (own is None or bool(((own != told) & (own >= 0) & (told >= 0)).any())):
+            own = entries(label, shape, documents.count, told.device) if isinstance(label, Owned) else None
+            if own is None or bool(((own != told) & (own >= 0) & (told >= 0)).any()):
                 documents.leaks.update(dict.fromkeys(names, unassigned(reader.trace.nodes[k].name(), shape)))
     at_node = reader.mixing(walk)[0] or "an output"
-    for k in walk.mixed:
-        name = ran.leaves.get(reader.trace.nodes[k])
-        if name is not None:
-            documents.leaks[name] = (
-                f"{LEAKING}: one document's loss depends on another document's tokens in the same sample, so {name} has "
-                f"no gradients of single documents ({at_node}). Mask attention by document: give the model position_ids, "
-                "a block mask or cu_seqlens, and use an attention that reads it."
-            )
-    return untold
+    for name in filter(None, (ran.leaves.get(reader.trace.nodes[k]) for k in walk.mixed)):
+        documents.leaks[name] = (
+            f"{LEAKING}: one document's loss depends on another document's tokens in the same sample, so {name} has no "
+            f"gradients of single documents ({at_node}). Mask attention by document: give the model position_ids, a block "
+            "mask or cu_seqlens, and use an attention that reads it."
+        )
+    return untold, why
 
 
 def _takers(ran: Ran, reader: Reader, found: Read) -> dict[int, set[str]]:

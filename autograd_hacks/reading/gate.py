@@ -11,13 +11,14 @@ from torch import Tensor
 
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.records import Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import ON_REDUCTION, NothingRecorded
 from autograd_hacks.forms import Concatenation, Form, Zero, add, scale
 from autograd_hacks.reading.certificate import Certificate, Told, note_compared
 from autograd_hacks.reading.guards import (
+    LOSS_TYPES,
     check_documents,
     check_hooked,
     check_independent,
@@ -25,7 +26,6 @@ from autograd_hacks.reading.guards import (
     check_seen,
     readable_segments,
 )
-from autograd_hacks.reading.scale import LOSS_TYPES
 from autograd_hacks.support.contexts import outside_inference, without_autocast
 from autograd_hacks.support.ranges import check_word
 
@@ -41,7 +41,6 @@ def read(
 
     A form is None if no loss arrived.
 
-    parameters: the model's parameters, by name
     loss_type: 'mean' or 'sum' over the batch; None for what `backward(losses)` announced, else 'mean'
     scaling: the factor by which the loss was multiplied
     """
@@ -58,30 +57,23 @@ def read(
     check_known(model, record)
     check_independent(recorder)
     check_documents(recorder)
-    with outside_inference(), without_autocast(parameters.values()):
-        return _read(parameters, record, loss_type, scaling)
-
-
-def _read(
-    parameters: Mapping[str, Tensor], record: Record, loss_type: str | None, scaling: float | Tensor
-) -> dict[str, Form | None]:
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
-    names = dict(zip(trainable, record.names_of(trainable.values())))
-    certificate = Certificate(record)
-    for gate in gates:
-        gate.read_all()
-        if any(recorded.along for recorded in gate.segment.passes):
-            with torch.no_grad():
-                for name, known in names.items():
-                    gate.certify(certificate, name, known)
-    with torch.no_grad():
-        certificate.check()
     is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
-    for name, known in names.items():
-        found = [gate.form(known) for gate in gates]
-        form = found[0] if len(gates) == 1 else _stack(found, gates, trainable[name])
-        forms[name] = scale(form, 1 / scaling) if is_scaled and form is not None else form
+    with outside_inference(), without_autocast(parameters.values()):
+        gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
+        names, certificate = dict(zip(trainable, record.names_of(trainable.values()))), Certificate(record)
+        for gate in gates:
+            gate.read_all()
+            if any(recorded.along for recorded in gate.segment.passes):
+                with torch.no_grad():
+                    for name, known in names.items():
+                        gate.certify(certificate, name, known)
+        with torch.no_grad():
+            certificate.check()
+        for name, known in names.items():
+            found = [gate.form(known) for gate in gates]
+            form = found[0] if len(gates) == 1 else _stack(found, gates, trainable[name])
+            forms[name] = scale(form, 1 / scaling) if is_scaled and form is not None else form
     return forms
 
 
@@ -102,7 +94,7 @@ class Gate:
         for number, recorded in enumerate(self.segment.passes):
             for use, grads in reversed(recorded.received.items()):
                 self._ask(number, use, grads)
-        documents = (call.documents for recorded in self.segment.passes for call, _ in recorded.witnesses())
+        documents = (call.documents for recorded in self.segment.passes for call in recorded.told_by)
         self.samples = next((d.count for d in documents if d is not None), self.segment.batch_size())
 
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:

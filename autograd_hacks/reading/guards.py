@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.recorder import Recorder
-from autograd_hacks.capture.records import Record, Segment
+from autograd_hacks.capture.records import Announcement, Record, Segment
 from autograd_hacks.capture.uses import OutputGrads, Use
-from autograd_hacks.capture.wrappers import gathering
+from autograd_hacks.capture.wrappers import gathering, has_processes
 from autograd_hacks.errors import (
     ON_PASSES,
     ON_SEGMENTS,
@@ -25,9 +26,11 @@ from autograd_hacks.errors import (
     VerificationFailed,
     where,
 )
+from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import overwritten_in
 
+LOSS_TYPES = ("mean", "sum")
 _MICRO_BATCHES = (
     "If both passes are of the same samples, add their losses up first, so that each sample has one row. For micro-batches "
     "run all passes within autograd_hacks.accumulate(model), or clip each one with param_grad=False: "
@@ -37,12 +40,10 @@ _MICRO_BATCHES = (
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises if a trainable parameter has no hook, or its layer has none."""
-    missing = {layer for layer in recorder.unhooked() if _trains(layer)}
-    unhooked = [
-        where(path, layer)
-        for path, layer in (model.named_modules() if missing else ())
-        if layer in missing and not isinstance(layer, torch.jit.ScriptModule)
-    ]
+    parameters_of = ((layer, layer._parameters.values()) for layer in recorder.unhooked())
+    missing = {layer for layer, own in parameters_of if any(p is not None and p.requires_grad for p in own)}
+    layers = [(path, own) for path, own in (model.named_modules() if missing else ()) if own in missing]
+    unhooked = [where(path, own) for path, own in layers if not isinstance(own, torch.jit.ScriptModule)]
     trained = {name: p for name, p in parameters.items() if p.requires_grad and p.is_leaf and p.grad is not None}
     watched = recorder.backward.watched.of(trained.values())
     unwatched = [f"parameter {name!r}" for name, handles in zip(trained, watched) if handles is None]
@@ -56,8 +57,7 @@ def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: R
 def check_known(model: nn.Module, record: Record) -> None:
     """Raises if layers used whole parameters that can't be matched to shards.  They would look like unused parameters."""
     known = set(record.names.values()) if gathering(model) else set()
-    passes = (recorded for segment in record.segments for recorded in segment.passes)
-    strange = [name for recorded in passes for name in recorded.names() if known and name not in known]
+    strange = [name for recorded in (record.passes if known else ()) for name in recorded.names() if name not in known]
     if strange or (known and record.unseen.keys() - known):
         raise NothingRecorded(
             "fully_shard gathered parameters that the hooks don't know: a part of the model was called before the model "
@@ -70,8 +70,8 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
     """The segments to read.  Raises if there are none, or if their rows can't be trusted."""
     if not Switch.on():
         raise NothingRecorded("hooks are disabled. Call autograd_hacks.enable_hooks() and repeat the step.")
-    if record.last.unshown is not None:  # then hooks may be missing, too
-        raise record.last.unshown
+    if record.last.failed is not None:  # then hooks may be missing, too
+        raise record.last.failed
     check_unseen(parameters, record)
     if not record.segments:
         no_backward = (
@@ -80,7 +80,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
         )
         no_forward = "the model has not run since add_hooks. Run a forward and a backward pass first."
         raise NothingRecorded(record.why_empty or (no_backward if record.forwards else no_forward))
-    for recorded in (p for segment in record.segments for p in segment.passes):
+    for recorded in record.passes:
         if recorded.mixes:
             raise SamplesMixed(
                 "samples mix: the loss uses a gradient of the whole batch by parameters, which is a sum over samples. Use "
@@ -105,7 +105,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.refused:
             raise _refusal(recorded.refused)
-        wrong = [reason for name, reason in record.last.disproven.items() if name in recorded.names()]
+        wrong = [reason for name, reason in record.last.facts.disproven.items() if name in recorded.names()]
         if wrong:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # this may be why
@@ -149,7 +149,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
             raise _refusal(reason)
         if reason:
             raise UnseenGradient(f"{name}: got gradient in a way that the library can't follow: {reason}")
-    if record.last.returns_parameters:
+    if record.last.facts.returns_parameters:
         raise UnseenGradient(
             f"{', '.join(past)}: got gradient through an output that depends on parameters only. A mean over samples "
             "doesn't show where the loss combines it with the batch. Call autograd_hacks.backward(losses) with one loss "
@@ -157,7 +157,7 @@ def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
         )
     if record.why_unseen:
         raise UnseenGradient(f"{', '.join(past)}: {record.why_unseen}")
-    uses = [use for recorded in record.passes for use, _ in recorded.witnesses()]
+    uses = record.witnesses()
     if uses and not any(use.is_own for use in uses):
         raise UnseenGradient(
             f"{', '.join(past)}: used by a method that isn't forward. {uses[0].place} was called by itself, and the model "
@@ -176,16 +176,15 @@ def check_independent(recorder: Recorder) -> None:
     """Raises ProbeFailed if independence of samples was requested and not shown."""
     if not recorder.kinds.independent or recorder.is_aside:
         return
-    passes = (recorded for segment in recorder.record.segments for recorded in segment.passes)
-    for use in {use for recorded in passes for use, _ in recorded.witnesses()}:
+    for use in {*recorder.record.witnesses()}:
         check_shown(use)
 
 
 def check_documents(recorder: Recorder) -> None:
     """Raises if rows of documents were requested and can't be assigned."""
-    is_asked, passes = recorder.segments is not None, recorder.record.passes
-    if is_asked or any(use.documents is not None for recorded in passes for use, _ in recorded.witnesses()):
-        for use, own in (pair for recorded in passes for pair in recorded.received.items()):
+    is_asked, record = recorder.segments is not None, recorder.record
+    if is_asked or any(use.documents is not None for use in record.witnesses()):
+        for use, own in (pair for recorded in record.passes for pair in recorded.received.items()):
             check_own_documents(use, own, is_asked)
 
 
@@ -210,8 +209,8 @@ def is_shown(use: Use) -> bool:
 
 def check_shown(use: Use) -> None:
     """Raises if samples were not shown to be independent in a use's forward."""
-    if use.within.unshown is not None:
-        raise use.within.unshown
+    if use.within.failed is not None:
+        raise use.within.failed
     if is_shown(use):
         return
     if use.within.mixing:
@@ -247,5 +246,44 @@ def check_seen(use: Use, grads: OutputGrads) -> None:
         )
 
 
-def _trains(layer: nn.Module) -> bool:
-    return any(p is not None and p.requires_grad for p in layer._parameters.values())
+def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+    """Whether ``unscale_`` was called for some optimizer since its last step, so that ``.grad`` has lost the scale."""
+    return any(state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values())
+
+
+def check_ordinary(record: Record, what: str) -> None:
+    """Raises if the record holds passes of `backprop_hess`, or of tokens.  what: is to be read, for messages"""
+    check_no_tokens(any(own.documents is not None and own.documents.is_of_tokens for own in record.witnesses()), what)
+    if record.hess_type is not None:
+        raise NothingRecorded(
+            f"there is no {what}: the record holds the passes of backprop_hess, whose rows are not samples' gradients. Run "
+            "loss.backward() first, on a new forward or after clear_backprops(model). Or read the recorded passes: "
+            "compute_hess(model), per_sample_grads(model)."
+        )
+
+
+def check_no_tokens(is_of_tokens: bool, what: str) -> None:
+    """Raises if rows belong to tokens, N T, and the function has only one axis for rows.  what: what is missing"""
+    if is_of_tokens:
+        raise ValueError(
+            f"there is no {what} for rows of tokens (segments='tokens'). Use per_sample_grads(model), whose verbs have "
+            "an axis for samples and one for positions; or call add_hooks(model) again, without segments." + ON_SEGMENTS
+        )
+
+
+def check_batch_size(losses: Announcement, why: str) -> None:
+    """Clears passes whose number of samples differs from the number of losses, and raises.  why: see `Record.clear`"""
+    for record in losses.heard_by:
+        try:
+            for shape, layout in record.returned if losses.hess_type else ():
+                if shape == losses.shape and layout is not None and layout != Layout():
+                    raise BatchSizeError(
+                        f"{losses.what}, of shape {tuple(shape)}, has its samples as {layout}; expected them on axis 0. For "
+                        "(T, N, C) use output.transpose(0, 1)."
+                    )
+            for segment in [] if has_processes() else record.segments:  # else reading raises this, so that all know
+                if any(recorded.losses is losses for recorded in segment.passes):
+                    segment.batch_size()
+        except RuntimeError:
+            record.clear(why)
+            raise

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.capture.kinds import Known, runs_time_first
+from autograd_hacks.capture.kinds import runs_time_first
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.graph.label import One
 from autograd_hacks.graph.roots import frontier, picked
 from autograd_hacks.probe.batch import Batch
+from autograd_hacks.reading.reader import Where
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
 from autograd_hacks.support.trees import is_packed
-
-Where = Layout | Tensor | One
-"""Where samples are in an output: a layout, the sample of each entry on axis 0, or the one sample that has it."""
 
 TRIES = 6
 """How many hypotheses about the samples' places in the outputs are tried."""
@@ -61,7 +59,7 @@ def as_before(ran: Ran) -> Hypothesis | None:
     before: Hypothesis | None = ran.within.kind.hypothesis
     if before is None or not before.is_whole or ran.known is None:
         return None
-    samples = ran.known.batch.samples(before.axis, before.counted_leaf)
+    samples = ran.within.samples  # by its axis, see `Kinds.look`
     if before.counted_at is not None:
         samples = ran.outputs[before.counted_at].shape[0] if before.counted_at < len(ran.outputs) else None
     graphs = sum(x.grad_fn is not None for x in ran.outputs)  # an output that is new has samples, too, or is a loss
@@ -88,7 +86,10 @@ def hypotheses(ran: Ran) -> Iterator[Hypothesis]:
     assert ran.known is not None
     batch, given = ran.known.batch, ran.within.samples
     outputs = {slot: x for slot, x in enumerate(ran.outputs) if x.grad_fn is not None}
-    axes = _axes(ran.known, ran)
+    axes: tuple[int | None, ...] = (ran.known.axis,)
+    if ran.known.axis == 0 and runs_time_first(ran.modules, batch):
+        # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
+        axes = (1, 0) if is_time_first(ran.modules[0]) else (0, 1)
     # The arguments may not show N, or show it wrongly, as for a list of samples: then use the first output's size.
     first = next((slot for slot, x in outputs.items() if x.ndim and x.shape[0] and slot not in ran.packed), None)
     by_output: Hypothesis | None = None
@@ -102,7 +103,8 @@ def hypotheses(ran: Ran) -> Iterator[Hypothesis]:
             yield by_output
     found = [hypothesis for axis in axes for hypothesis in on_axis(batch, axis, ran, outputs)]
     if len(axes) > 1:  # first an axis that outputs have too, that most arguments have, and that has several samples
-        declared = time_first_sizes(ran)
+        calls = (noted for noted in ran.noted if is_time_first(noted.call.layer))
+        declared = {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
         if declared or not trains_time_first(ran):
             fits = (own for own in found if (own.samples in declared if declared else own.axis == axes[0]))
             found = list(fits) or found
@@ -110,20 +112,6 @@ def hypotheses(ran: Ran) -> Iterator[Hypothesis]:
     yield from found
     if by_output is not None and (given is None or batch.lists):
         yield by_output
-
-
-def _axes(known: Known, ran: Ran) -> tuple[int | None, ...]:
-    """Possible axes of the samples in the arguments, the likeliest first."""
-    if known.axis != 0 or not runs_time_first(ran.modules, known.batch):
-        return (known.axis,)
-    # A layer by itself declares its own input's axis.  Nothing declares it for a whole model.
-    return (1, 0) if is_time_first(ran.modules[0]) else (0, 1)
-
-
-def time_first_sizes(ran: Ran) -> set[int]:
-    """The numbers of samples that layers with a rule show which ran with samples on axis 1."""
-    calls = (noted for noted in ran.noted if is_time_first(noted.call.layer))
-    return {hook.shape[1] for noted in calls for _, hook in noted.hooks if len(hook.shape) > 2}
 
 
 def trains_time_first(ran: Ran) -> bool:
@@ -178,7 +166,7 @@ def chosen_rows(
     found: dict[int | Value, Where] = {**ran.packed}
     taken_from = list[Value]()
     for at, layouts in options.items():
-        value = ran.value(at) if isinstance(at, int) else at
+        value = ran.value(at)
         shape = shape_of(value)
         if at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape):
             continue

@@ -12,13 +12,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.kinds import Kind, Within
+from autograd_hacks.capture.gradient_hooks import named
+from autograd_hacks.capture.kinds import Kind, Unknown, Within
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.recorder import Recorder
+from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed
 from autograd_hacks.graph.dependence import is_kept, read_values
 from autograd_hacks.graph.label import MIXED
@@ -61,7 +62,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
         return bool(within.kind.tapes.how(tape)) or not _kept(recorder, tape, ran)
     if within.mixing:
         return bool(within.kind.tapes.mixing == tape.entries)
-    _note_backwards(recorder, tape, ran)
+    _note_backwards(tape, ran)
     within.kind.shown = "" if _is_divided(tape, ran) else within.kind.tapes.how(tape)
     return bool(within.kind.shown) or (not _is_to_count(recorder, tape, ran) and _is_by_tape(recorder, ran, samples))
 
@@ -70,13 +71,9 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
     """The parameters, buffers and attributes in which a forward of one sample may leave something of it for the next one."""
     assert ran.known is not None
     assert recorder.marks is not None
-    same = {None, *tape.sources}.difference(
-        # Operations on lists of tensors return none, and count no version.
-        n
-        for entry in tape.entries
-        if entry.func._schema.is_mutable and not entry.outputs
-        for n in numbers_of(entry)
-    )
+    # Operations on lists of tensors return none, and count no version.
+    on_lists = (entry for entry in tape.entries if entry.func._schema.is_mutable and not entry.outputs)
+    same = {None, *tape.sources}.difference(n for entry in on_lists for n in numbers_of(entry))
     written = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
     found = [name for name in written if name not in recorder.record.gathered]  # shards are replaced while layers run
     if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):
@@ -102,7 +99,8 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
     Other sizes may have other kernels, so differences that rounding may leave are none."""
     within, counts = ran.within, ran.within.kind.tapes.counts
     count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2  # an odd number less
-    runs, donors = Runs(recorder, within, copy, samples, False, are_parts=True), torch.arange(1, count + 1) % samples
+    runs = Runs(recorder, within, copy, samples, False, are_parts=True)
+    donors = torch.arange(1, count + 1, device="cpu") % samples
     kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
     part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
@@ -114,9 +112,8 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
         at = runs.layout(slot, x.shape)
         if at is not None and at.fits(y, count):
             x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)
-            slack = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True) * (
-                0.1 if x.is_cuda else part
-            )  # TF32
+            most = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True)
+            slack = most * (0.1 if x.is_cuda else part)  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
                 within.kind.tapes.forget(tape)
@@ -143,13 +140,13 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     try:
         read = read_values(tape, axes, samples, labels, _packed(recorder, within))
     except Unshown as why:
-        within.kind.why_unshown, within.unshown_at, within.meet = str(why), why.at, why.meet
+        within.unknown = Unknown(str(why), why.at, why.meet)
         return False
     if unknown:
-        within.kind.why_unshown, within.open_sites = _said(min(unknown, key=str)), unknown
+        within.unknown = Unknown(_said(min(unknown, key=str)), sites=unknown)
         return False
     tapes.sites |= sites
-    within.kind.why_unshown, within.kind.shown = "", BY_VALUES if read or is_packed else BY_LABELS
+    within.unknown, within.kind.shown = Unknown(), BY_VALUES if read or is_packed else BY_LABELS
     tapes.add(tape, read, within.kind.shown)
     return True
 
@@ -167,38 +164,32 @@ def _packed(recorder: Recorder, within: Within) -> dict[int, frozenset[int]]:
     return tapes.packed
 
 
-def _is_spread() -> bool:
-    """Whether there are several processes."""
-    return bool(dist.is_available() and dist.is_initialized())
-
-
 def _sites(tape: Tape, is_packed: bool) -> set[Site]:
     """What no law shows: values that Python reads, functions whose backward isn't on the tape, and sizes as numbers."""
     return tape.sites | (numbers(tape) if is_packed or is_ragged(tape) else set())
 
 
-def _note_backwards(recorder: Recorder, own: Tape, ran: Ran) -> None:
+def _note_backwards(own: Tape, ran: Ran) -> None:
     """Notes what a pass will run that is not on the tape: hooks of this forward, and functions' backwards, each with the
     operations that it would run now.  What can't be called alone is compared in each forward."""
     if own.has_backwards:
         return
     own.has_backwards = True
-    own.sites |= {(OF_HOOKS, name) for name in recorder.hooks_of_forward()}
-    for node in ran.trace.nodes:
-        if is_users(node):
-            tape, is_told = Tape(own.model, (), Constants()), not is_recomputed(node)
-            if is_told:
-                ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
-                with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng():
-                    tape.start()
-                    try:
-                        call_node(node, ones)
-                    except Exception:  # a user's backward may raise anything outside of a pass: then nothing is told
-                        is_told = False
-                    finally:
-                        tape.stop()
-            steps = str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])
-            (own.sites if is_told else own.untold).add((OF_FUNCTIONS, type(node), steps))
+    own.sites |= {(OF_HOOKS, named(hooks_of[key])) for hooks_of, key in ran.users_hooks if key in hooks_of}
+    for node in filter(is_users, ran.trace.nodes):
+        tape, is_told = Tape(own.model, (), Constants()), not is_recomputed(node)
+        if is_told:
+            ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
+            with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng():
+                tape.start()
+                try:
+                    call_node(node, ones)
+                except Exception:  # a user's backward may raise anything outside of a pass: then nothing is told
+                    is_told = False
+                finally:
+                    tape.stop()
+        steps = str([(entry.func, entry.args, entry.kwargs) for entry in tape.entries])
+        (own.sites if is_told else own.untold).add((OF_FUNCTIONS, type(node), steps))
 
 
 def _said(site: Site) -> str:
@@ -228,9 +219,8 @@ def _is_divided(tape: Tape, ran: Ran) -> bool:
         of, is_counted = given[1], is_of_targets
         while not is_counted and of in made:
             is_counted, of = operation(entries[made[of]].func).name == "sum", next(numbers_in(entries[made[of]].args))
-        if (is_counted and divisor != shapes[of].numel()) or (
-            not is_counted and shapes[of].numel() > 1 and of in tape.reached()
-        ):
+        size = shapes[of].numel()
+        if divisor != size if is_counted else size > 1 and of in tape.reached():
             return True
     return False
 
@@ -244,13 +234,11 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     assert ran.known is not None
     if kind.dependent is not None:  # another tape may tell another tale
         within.mixing, within.mixed_outputs, kind.dependent = "", (), None
-    tape = recorder.tape
-    if tape is not None and tape.refused is not None:
-        raise tape.refused
-    if tape is not None and tape.opaque:
+    if (tape := recorder.tape) is not None:
+        if tape.refused is not None:
+            raise tape.refused
         _check_opaque(tape)
-    if tape is not None:
-        _note_backwards(recorder, tape, ran)
+        _note_backwards(tape, ran)
     if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
         what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
         _note_mixing(within, what, range(ran.count))
@@ -273,7 +261,7 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         kind.tapes.sites |= _sites(tape, within.counted_at is not None)
         kind.tapes.constants.add(tape.outside)
         # Wrappers give the memory of parts back when the forward has ended.
-        kind.tapes.add(tape, () if _is_spread() else tape.values, BY_RUNS)
+        kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS)
         within.kind.shown = BY_RUNS
 
 
@@ -281,22 +269,23 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
     """batch: the copied arguments: the forward may have overwritten its own"""
     within, kind = ran.within, ran.within.kind
     # With several processes all run copies, because they must decide together.
-    is_alone = not _is_spread()
+    is_alone = not has_processes()
     if is_alone and _is_by_tape(recorder, ran, samples):
         kind.is_independent = True
         return
-    every, with_rows = _runs_for({site[0] for site in within.open_sites}, samples)
+    every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples)
     if is_alone:
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
-    is_met = within.meet and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
-    if is_met or not recorder.kinds.mixing_sites.isdisjoint(within.open_sites):  # runs may miss it by luck
+    unknown = within.unknown
+    is_met = unknown.meets and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
+    if is_met or not recorder.kinds.mixing_sites.isdisjoint(unknown.sites):  # runs may miss it by luck
         how = "" if is_met else ", after which samples mixed in an earlier forward"
-        _note_mixing(within, f"by the laws of operations {kind.why_unshown}{how}.", range(ran.count))
+        _note_mixing(within, f"by the laws of operations {unknown.why}{how}.", range(ran.count))
         return
     if not _changes_something(recorder, copy, batch, ran, every, with_rows) and within.counted_at is not None:
         raise ProbeFailed(
             "independence of samples: the samples are packed along the model's arguments, and laws don't show that they are "
-            f"independent: {kind.why_unshown}. Give replace=, a function of the samples to be kept and of the model's "
+            f"independent: {unknown.why}. Give replace=, a function of the samples to be kept and of the model's "
             "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
             "model's outputs are then compared." + ON_PRIVATE
         )
@@ -342,9 +331,9 @@ def _changes_something(
             rounds = bool(runs.differing(reference, again, torch.ones_like(kept), rounds)[0])
             what = "" if rounds else what
         if what:
-            recorder.kinds.mixing_sites |= set(within.open_sites)
+            recorder.kinds.mixing_sites |= set(within.unknown.sites)
             others = "replaced" if parts is None else "left out"
-            unshown = f" By the laws of operations {kind.why_unshown}." if kind.why_unshown else ""
+            unshown = f" By the laws of operations {why}." if (why := within.unknown.why) else ""
             _note_mixing(within, f"{what} changed for samples that were kept while others were {others}.{unshown}", slots)
             return True
     # If all samples are equal, replacing them shows nothing.
@@ -404,12 +393,13 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within,
             "check. What a forward computes must follow from its arguments, the modules' attributes and the random "
             "numbers of torch and Python. Set flags and counters as attributes of the model, outside of its forward."
         )
-    if within.unshown_at is not None and again.lines:
-        within.kind.why_unshown += " ({}:{})".format(*again.lines[within.unshown_at])
+    unknown = within.unknown
+    if unknown.at is not None and again.lines:
+        within.unknown = unknown = unknown._replace(why=unknown.why + " ({}:{})".format(*again.lines[unknown.at]))
     if seconds * runs > 1:
         print(
             f"autograd_hacks: checking that samples are independent in {type(model).__name__}, by runs with other samples "
-            f"replaced: about {seconds * runs:.0f} s. Laws of operations don't show it, because {within.kind.why_unshown}",
+            f"replaced: about {seconds * runs:.0f} s. Laws of operations don't show it, because {unknown.why}",
             file=sys.stderr,
         )
 

@@ -10,15 +10,15 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.arrivals import Link
-from autograd_hacks.capture.calls import FIRST, packed_into
-from autograd_hacks.capture.kinds import Whose
+from autograd_hacks.capture.calls import packed_into
+from autograd_hacks.capture.kinds import Facts, Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
@@ -40,43 +40,21 @@ Where = Layout | Tensor | Label
 
 
 @dataclass
-class Read:
-    """What laws say about a forward.  Nodes are numbered as in the trace.
+class Read(Facts):
+    """What laws say about a forward.  Nodes are numbered as in the trace."""
 
-    calls: whose the outputs of each call are, in their order; None where its rule gives no rows
-    uses: by node, the values that it takes there, as (node, output, input), and whose its outputs are
-    by_rule: for some uses, by node and input, the parameters whose rows a layer's rule gives there
-    mixed: the parameters' leaves behind which samples mix, with the node at which they do
-    nodes: by parameter, the nodes that read it, for messages
-    covered: the parameters for which some layer's rule gives rows
-    disproven: why the rows of some parameters are wrong
-    returns_parameters: whether some output depends on parameters only
-    inside: the nodes inside layers' calls, with the parameters of which the layers' rules give rows there
-    unsure: the parameters of calls whose rules may see other values than autograd
-    links, linked: see `Reader.links`, and of which parameters they are
-    planned, takers: what follows from the graph about uses, by node, and the nodes that take a parameter; None as long as
-    nobody has looked
-    """
-
-    calls: list[Whose | None] = field(default_factory=list)
+    calls: Sequence[Whose | None] = ()
+    # By node, the values that it takes there, as (node, output, input), and whose its outputs are.
     uses: dict[int, tuple[list[tuple[int, int, int]], Whose]] = field(default_factory=dict)
+    # For some uses, by node and input, the parameters whose rows a layer's rule gives there.
     by_rule: dict[tuple[int, int], set[int]] = field(default_factory=dict)
-    mixed: dict[int, str] = field(default_factory=dict)
-    nodes: dict[str, list[str]] = field(default_factory=dict)
-    covered: frozenset[str] = frozenset()
-    disproven: dict[str, str] = field(default_factory=dict)
-    returns_parameters: bool = False
-    inside: dict[int, set[int]] = field(default_factory=dict)
-    unsure: frozenset[str] = frozenset()
-    links: Sequence[Link] = ()
-    linked: set[str] = field(default_factory=set)
-    planned: dict[int, Planned] | None = None
-    takers: Sequence[int] = ()
-
-    @cached_property
-    def plain(self) -> list[bool]:
-        """For each call, whether its only output has the samples first."""
-        return [whose is not None and whose.layouts == FIRST and not whose.is_unseen for whose in self.calls]
+    mixed: dict[int, str] = field(default_factory=dict)  # by a parameter's leaf behind which samples mix, where they do
+    inside: dict[int, set[int]] = field(default_factory=dict)  # by node in a call, the parameters whose rows its rule gives
+    unsure: frozenset[str] = frozenset()  # the parameters of calls whose rules may see other values than autograd
+    links: Sequence[Link] = ()  # see `Reader.links`
+    linked: set[str] = field(default_factory=set)  # of which parameters these are
+    planned: dict[int, Planned] | None = None  # by node of a use, what follows from the graph; None until somebody looks
+    takers: Sequence[int] = ()  # the nodes that take a parameter
 
 
 class Reader:
@@ -91,16 +69,14 @@ class Reader:
         memo: Memo | None = None,
     ) -> None:  # fmt: skip
         self.ran, self.samples, self.places, self.batch = ran, samples, places, batch
-        roots = list(
-            dict.fromkeys([*places, *(Value(x.grad_fn, x.output_nr) for x in ran.outputs if x.grad_fn is not None)])
-        )
+        outputs = [ran.value(n) for n, x in enumerate(ran.outputs) if x.grad_fn is not None]
+        roots = list(dict.fromkeys([*places, *outputs]))
         self.trace = ran.traced(roots)
         self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
-        nodes, kinds = self.trace.nodes, self.trace.kinds
-        lawless = {k for k in set(kinds) if k.entry is None and k.law is None and k is not LEAF}
-        asks = lawless and any(k in lawless and is_users(node) for k, node in zip(kinds, nodes))
-        self._kept = partial(grads_kept, ran) if asks else nullcontext  # a Function may run a backward pass of its own
+        # A Function may run a backward pass of its own.
+        asks = any(map(is_users, {type(node): node for node in self.trace.nodes}.values()))
+        self._kept = partial(grads_kept, ran) if asks else nullcontext
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)
@@ -206,10 +182,9 @@ class Reader:
         """Whether a call's inner values are used outside of it, by a derivative that the forward takes.
 
         Its rule doesn't see these uses, so its nodes give the rows."""
-        own = {(self.number.get(node), hook.number) for node, hook in noted.hooks}
-        made = [k for k in inside if not self.walk.of_parameters[k]]  # what it makes of parameters alone has uses of its own
+        made = (k for k in inside if not self.walk.of_parameters[k])  # of parameters alone it makes what has uses of its own
         used = {(k, at) for k in made for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
-        return not used <= own
+        return not used <= {(self.number.get(node), hook.number) for node, hook in noted.hooks}
 
     def _find_uses(self, found: Read) -> None:
         trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
@@ -276,26 +251,25 @@ class Reader:
             at, receiver = k, k
         return []
 
-    def _at(self, noted: Noted, slot: int) -> tuple[Label, torch.Size] | None:
-        """The label of a call's output and its shape."""
-        for node, hook in noted.hooks:
-            if hook.slot == slot:
-                k = self.number.get(node)
-                label = None if k is None else self.walk.labels[k][hook.number]
-                made: Any = None if k is None else self.trace.shapes[k][hook.number]
-                if isinstance(label, Owned) and tuple(made) != tuple(hook.shape):
-                    label = viewed(label, made, hook.shape, self.samples)
-                return label, hook.shape
-        return None
-
     def is_own(self, node: Node) -> bool:
         """Whether a node's outputs are made of parameters alone."""
         return (k := self.number.get(node)) is not None and self.walk.of_parameters[k]
 
+    def is_in_order(self, value: Value, expected: Label) -> bool:
+        """Whether what arrives at a value is of the samples whose entries these are."""
+        k = self.number[value.node]
+        return agree(self.walk.labels[k][value.number], expected, self.trace.shapes[k][value.number] or (), self.samples)
+
     def _whose(self, noted: Noted) -> Whose | None:
         """Whose a call's outputs are; None if its rule gives no rows, because they aren't of the batch or lie otherwise."""
         call, layer, samples = noted.call, noted.call.layer, self.samples
-        known = {slot: own for slot in range(call.slots) if (own := self._at(noted, slot)) is not None}
+        known = dict[int, tuple[Label, torch.Size]]()  # by output
+        for node, hook in noted.hooks:
+            k = self.number.get(node)
+            label, made = (None, ()) if k is None else (self.walk.labels[k][hook.number], self.trace.shapes[k][hook.number])
+            if isinstance(label, Owned) and tuple(made) != tuple(hook.shape):
+                label = viewed(label, made, hook.shape, samples)
+            known[hook.slot] = label, hook.shape
         labels = {slot: label for slot, (label, _) in known.items() if label is not None}
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
@@ -319,10 +293,10 @@ class Reader:
             if not isinstance(label, Owned):
                 continue
             if packed is not None and not slot:  # its rule knows the sample of each row
-                if not _are(label, shape, samples, samples_of_rows(packed)):
+                if not agree(label, label_of(samples_of_rows(packed), shape, samples), shape, samples):
                     return None
                 continue
-            at = layout_of(label, shape, samples)
+            at = layout_of(label)
             if at is not None and rule is not None and (slot == 0 or rule.axes is not None):
                 allowed = rule.axes_of(layer, len(shape)) if rule.axes is None else rule.axes(layer)[slot:][:1]
                 at = at if at.axis in allowed else None
@@ -339,7 +313,7 @@ class Reader:
             guessed = tuple([likeliest(shape, samples, range(len(shape))) for shape in shapes])
             return Whose(guessed, is_unseen=all(0 in shape for shape in shapes))
         labels = [label if isinstance(label, Owned) else None for label in self.walk.labels[k]]
-        layouts = [None if own is None else layout_of(own, shape, samples) for own, shape in zip(labels, shapes)]
+        layouts = [None if own is None else layout_of(own) for own in labels]
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
         if not apart:
             return Whose(tuple(layouts))
@@ -373,8 +347,7 @@ class Reader:
         within.samples, ran.trace = self.samples, self.trace
         within.refused = {names[nodes[k]]: within.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
-            within.calls = found.calls
-            within.plain = () if within.refused else found.plain
+            within.facts = found
             within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
         for noted, whose in zip(ran.noted, found.calls):
             if whose is None:  # its rows come from where its output meets the batch
@@ -401,7 +374,7 @@ def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
     return At(at.axis, outer, inner)
 
 
-def layout_of(label: Owned, shape: Sequence[int], samples: int) -> Layout | None:
+def layout_of(label: Owned) -> Layout | None:
     """A label as a layout; None if none says the same."""
     if isinstance(label, At) and (label.outer == 1 or label.inner == 1):
         return Layout(label.dim, "" if label.outer == label.inner == 1 else "N·T" if label.outer == 1 else "T·N")
@@ -420,10 +393,12 @@ def rows_of(label: Owned, shape: Sequence[int], samples: int) -> Tensor | None:
     return rows.expand(shape[0]).clamp(min=0)
 
 
-def _are(label: Owned, shape: Sequence[int], samples: int, rows: Tensor) -> bool:
-    """Whether entries on axis 0 belong to given samples."""
-    at = entries(label, shape, samples, rows.device)
-    return bool(((at == rows.view([-1, *[1] * (len(shape) - 1)])) | (at < 0)).all())
+def agree(label: Label, expected: Label, shape: Sequence[int], samples: int) -> bool:
+    """Whether what arrives belongs to the expected samples."""
+    if label is None or not isinstance(label, Owned) or not isinstance(expected, Owned):
+        return label is None
+    at = entries(label, shape, samples)
+    return label == expected or bool(((at == entries(expected, shape, samples, at.device)) | (at < 0)).all())
 
 
 @contextmanager

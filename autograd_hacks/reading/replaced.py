@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,18 +56,17 @@ def alone_among(parts: Callable[..., Any], kept: Tensor, arguments: Arguments) -
     return (found if isinstance(found, tuple) else (found,)), {}
 
 
+@dataclass(eq=False)
 class Runs:
-    """Runs copies of a model, each once.
+    """Runs copies of a model, each once."""
 
-    are_parts: whether runs have some samples alone, and not other samples instead of some
-    """
-
-    def __init__(
-        self, recorder: Recorder, within: Within, copy: Copy, samples: int, makes_loss: bool, are_parts: bool = False
-    ) -> None:
-        self.recorder, self.within, self.copy, self.samples = recorder, within, copy, samples
-        self.makes_loss, self.are_parts = makes_loss, are_parts
-        self.whole: list[torch.Size] = []  # the shapes of the outputs for all samples
+    recorder: Recorder
+    within: Within
+    copy: Copy
+    samples: int
+    makes_loss: bool
+    are_parts: bool = False  # whether runs have some samples alone, and not other samples instead of some
+    whole: Sequence[torch.Size] = ()  # the shapes of the outputs for all samples
 
     def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
         """kept: the samples that there are, if not all"""
@@ -139,11 +139,9 @@ class Runs:
         return at or self._by_size(shape)
 
     def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
-        """The difference found for the kept samples, as text for messages, and the outputs that show it; "" if there is
-        none.
+        """The difference found for the kept samples, as text for messages, or "", and the outputs that show it.
 
-        rounds: whether to ignore differences that rounding explains
-        """
+        rounds: whether to ignore differences that rounding explains"""
         every = tuple(range(len(first.outputs)))
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every
@@ -151,11 +149,8 @@ class Runs:
             at = self.layout(slot, x.shape)
             if self.are_parts and at is not None:
                 count = int(kept.sum())
-                x, y = (
-                    at.samples_first(x, self.samples)[kept.to(x.device)],
-                    at.samples_first(y, count) if at.fits(y, count) else y,
-                )
-                at = None
+                x = at.samples_first(x, self.samples)[kept.to(x.device)]
+                y, at = at.samples_first(y, count) if at.fits(y, count) else y, None
             if x.shape != y.shape:
                 return f"the shape of the model's output number {slot}", (slot,)
             if (at is not None or self.are_parts) and _changes(x, y, at, kept, rounds):
@@ -205,11 +200,7 @@ def _differing_rows(first: Mapping[str, Tensor], other: Mapping[str, Tensor], ke
     # Rows that are zero but for rounding are compared with the others.
     most = 1e2 * eps * float(torch.stack([again.double().norm() for _, again in pairs]).norm()) if rounds else 1e-30
     for factor in factors:
-        found = [
-            name
-            for name, (own, again) in zip(names, pairs)
-            if (own * factor - again).norm() > 1e3 * eps * again.norm() + most
-        ]
+        found = [n for n, (x, again) in zip(names, pairs) if (x * factor - again).norm() > 1e3 * eps * again.norm() + most]
         if not found:
             return ""
     return f"the rows of {found[0]}"

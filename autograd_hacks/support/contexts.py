@@ -12,8 +12,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.support.internals import COMPILER, is_any_autocast_on, top_saved_hooks
-from autograd_hacks.support.restored import restored, switches_kept
+from autograd_hacks.support.internals import COMPILER, is_any_autocast_on, set_grad_enabled, top_saved_hooks
+from autograd_hacks.support.restored import restored, switches
 
 RandomState = dict[str, Tensor]
 """The generators' states by device."""
@@ -69,11 +69,10 @@ def outside_inference() -> Iterator[None]:
     if _HERE.is_outside and not torch.is_inference_mode_enabled():  # an open context puts the switches back
         yield
         return
-    with restored(partial(setattr, _HERE, "is_outside", False)), switches_kept(), ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
+    is_inside, undo = torch.is_inference_mode_enabled(), switches(partial(setattr, _HERE, "is_outside", False))
+    with restored(undo), torch.inference_mode(False) if is_inside else nullcontext():
         _HERE.is_outside = True
+        set_grad_enabled(torch.is_grad_enabled() and not is_inside)
         yield
 
 

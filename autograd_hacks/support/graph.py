@@ -21,16 +21,14 @@ CHECKPOINT = "CheckpointFunctionBackward"
 IDENTITIES = frozenset(("_DDPSinkBackward", "RegisterPostBackwardFunctionBackward", "BackwardHookFunctionBackward"))
 """Functions of torch that pass gradients on unchanged, and notify its engine or its wrappers."""
 
-_DEVICES = "cudnn", "miopen"
-OF_DEVICES = {f"native_{name}": [f"{own}_{name}" for own in _DEVICES] for name in ("batch_norm", "batch_norm_backward")}
+OF_DEVICES = {f"native_{name}": (f"cudnn_{name}", f"miopen_{name}") for name in ("batch_norm", "batch_norm_backward")}
 """By operation, those that devices have instead, with the same inputs, and nodes that save the same, see `spelt`."""
-USUAL = {f"{own.title()}BatchNormBackward0": "NativeBatchNormBackward0" for own in _DEVICES}
-_SPELT = {"eps": "epsilon"}
+USUAL = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
 
 
 def spelt(kind: type, name: str) -> str:
     """The name under which nodes of a type save a value."""
-    return name if hasattr(kind, SAVED + name) else _SPELT.get(name, name)
+    return name if hasattr(kind, SAVED + name) else {"eps": "epsilon"}.get(name, name)
 
 
 NEW: list[RemovableHandle] = []
@@ -190,8 +188,9 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    raws = (raw for name in raw_names(node.__class__) for raw in _raws(node, name))
-    hooks = (hook for raw in raws if (hook := getattr(raw, "unpack_hook", None)) is not None)
+    raws = [getattr(node, name, None) for name in raw_names(node.__class__)]
+    parts = [raw for own in raws if isinstance(own, tuple | list) for raw in own]  # of an index, one for each axis
+    hooks = [hook for raw in (*raws, *parts) if (hook := getattr(raw, "unpack_hook", None)) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import (
     TreeSpec,
@@ -54,8 +53,9 @@ hooks_after: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 # Modes.
 without_subclasses: Any = _C.DisableTorchFunctionSubclass
-function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+count_function_modes: Callable[[], int] = _C._len_torch_function_stack
+count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 push_dispatch_mode: Callable[[Any], None] = _push_mode
 pop_dispatch_mode: Callable[[], Any] = _pop_mode
 without_dispatch_modes: Callable[[], Any] = _disable_current_modes
@@ -76,13 +76,7 @@ def never_compile(function: Any) -> None:
 
 
 next_node: Callable[[], int] = _C._autograd._get_sequence_nr  # the number of the next node that this thread makes
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func runs."""
-    return _C._functorch.peek_interpreter_stack() is not None
-
-
+is_transformed: Callable[[], Any] = _C._functorch.maybe_current_level  # true while a transform of torch.func runs
 is_traced: Callable[[], Any] = _C._get_tracing_state  # true while torch.jit.trace runs
 is_any_autocast_on: Callable[[], bool] = _C._is_any_autocast_enabled
 is_batched: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor  # for is_grads_batched
@@ -98,8 +92,7 @@ address_of: Callable[[Tensor], int] = _C.TensorBase.data_ptr  # also while the c
 
 
 def uses_of(storage: Any) -> int:
-    count: int = _C._storage_Use_Count(storage._cdata)
-    return count
+    return int(_C._storage_Use_Count(storage._cdata))
 
 
 __all__ = ["TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_", "tree_unflatten"]

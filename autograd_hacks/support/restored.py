@@ -1,15 +1,16 @@
 """Restores things, even if an interrupt comes at any line."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from autograd_hacks.support.internals import (
+    count_dispatch_modes,
+    count_function_modes,
     dispatch_modes,
-    function_modes,
     pop_function_mode,
     pop_saved_hooks,
     set_grad_enabled,
@@ -44,22 +45,23 @@ def kept(own: object, *names: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def switches_kept() -> Iterator[None]:
-    """A context that restores torch's switches for this thread: gradients, autocast and its cache, fast attention, modes.
+def switches_kept() -> AbstractContextManager[None]:
+    """A context that restores torch's `switches`, which torch's own contexts don't if an interrupt comes at their end."""
+    return restored(switches())
 
-    torch's own contexts don't do that if an interrupt comes while they are left."""
-    devices = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
-    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+
+def switches(*more: Callable[[], None]) -> Callable[[], None]:
+    """Restores torch's switches for this thread: gradients, autocast, fast attention, modes.  more: what it also calls"""
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     gradients, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     fast = torch.backends.mha.get_fastpath_enabled()
     saved, depth = _saves_by(), _autocasts()
-    functions, dispatches = len(function_modes()), len(dispatch_modes())
+    functions, dispatches = count_function_modes(), count_dispatch_modes()
 
     def undo() -> None:
-        while len(modes := dispatch_modes()) > dispatches:
-            modes[-1].__exit__(None, None, None)
-        while len(function_modes()) > functions:
+        while count_dispatch_modes() > dispatches:
+            dispatch_modes()[-1].__exit__(None, None, None)
+        while count_function_modes() > functions:
             pop_function_mode()
         while (now := _saves_by()) is not saved and now is not None:
             pop_saved_hooks()
@@ -72,13 +74,16 @@ def switches_kept() -> Iterator[None]:
             torch.set_autocast_enabled(device, is_on)
             torch.set_autocast_dtype(device, dtype)
         torch.backends.mha.set_fastpath_enabled(fast)
+        for other in more:
+            other()
 
-    with restored(undo):
-        yield
+    return undo
+
+
+_DEVICES = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)]
 
 
 def _saves_by() -> object:
-    """The hooks that pack the tensors that autograd saves; None if there are none."""
     found: Any = top_saved_hooks(True)
     return None if found is None else found[0]
 
@@ -86,5 +91,4 @@ def _saves_by() -> object:
 def _autocasts() -> int:
     """How many autocast contexts are open.  Autocast's cache of weights is cleared with the last one."""
     torch.autocast_increment_nesting()
-    depth: int = torch.autocast_decrement_nesting()
-    return depth
+    return int(torch.autocast_decrement_nesting())

@@ -150,42 +150,9 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-AT_ONCE = 2**22
-"""Passes of up to so many numbers go through a node at once."""
-_SLOWER = {"CppFunction", "CopySlices", "AsStridedBackward0"}
-"""Types of nodes of other people's, and of those that torch brings several passes through one by one anyway."""
-
-
 def is_plain(node: Any) -> bool:
     """Whether a node is torch's own, and has what it saved, so that it may be called in other ways than by the engine."""
     return not (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" or is_packed(node))
-
-
-def _at_once(node: Any, passes: Sequence[Grads]) -> Sequence[Grads] | None:
-    """What a node makes of several passes, by one call; None if it must be called for each."""
-    stacked = {n: own for n, own in enumerate(zip(*passes)) if any(g is not None for g in own)}
-    given = [g for own in stacked.values() for g in own if g is not None]
-    if (
-        len(given) < len(stacked) * len(passes)
-        or sum(g.numel() for g in given) > AT_ONCE
-        or torch.is_grad_enabled()
-        or type(node).__name__ in _SLOWER
-        or not is_plain(node)
-    ):
-        return None
-    there = list[bool]()
-
-    def of_pass(*grads: Tensor) -> tuple[Tensor, ...]:
-        own = dict(zip(stacked, grads))
-        found = call_node(node, [own.get(n) for n in range(len(passes[0]))]) or ()
-        there[:] = [x is not None for x in found]
-        return tuple(x for x in found if x is not None)
-
-    try:
-        made_of = iter(torch.vmap(of_pass)(*map(torch.stack, stacked.values())))
-    except Exception:  # such as an operation in place on what isn't of a pass
-        return None
-    return [*map(list, zip(*(next(made_of) if is_there else [None] * len(passes) for is_there in there)))]
 
 
 def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequence[Tensor | None] | None]:
@@ -195,8 +162,6 @@ def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequenc
             "the gradient of a parameter comes through a reentrant checkpoint, which can't be run for rows. Call "
             "checkpoint(..., use_reentrant=False)."
         )
-    if several and (every := _at_once(node, passes)) is not None:
-        return every
     put_back = put_back_by(node) if several else lambda: None
 
     def run() -> list[Sequence[Tensor | None] | None]:

@@ -44,7 +44,6 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def made_by(tensors: Iterable[Tensor]) -> frozenset[Node]:
-    """The graph nodes that made tensors."""
     return frozenset([x.grad_fn for x in tensors if x.grad_fn is not None])
 
 
@@ -53,9 +52,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if _is_flat(tree):
-        return tuple([function(leaf) for leaf in tree])
-    if _is_empty(tree):
-        return tree
+        return _mapped(function, tree)
 
     def at_leaf(leaf: Any) -> Any:
         if is_packed(leaf):
@@ -66,7 +63,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 class Unpacked:
-    """The contents of an object, which replace it in a tree so that torch's tree functions can enter it."""
+    """The contents of an object, which replace it in a tree, so that torch's tree functions can enter it."""
 
     def __init__(self, parts: list[Any], context: tuple[type, tuple[Any, ...], tuple[str, ...]]) -> None:
         self.parts, self.context = parts, context  # its class, the keys of its items, the names of its attributes
@@ -93,7 +90,7 @@ def unpacked(tree: Any, everything: bool = False) -> Any:
     """The tree with its objects opened: dataclasses and similar objects, and user-defined dictionaries and lists.
 
     With ``everything``, also all others that hold a tensor.  Mapping or unflattening gives copies of the objects."""
-    if _is_flat(tree) or (type(tree) is tuple and len(tree) == 2 and _is_flat(tree[0]) and _is_empty(tree[1])):
+    if _is_flat(tree) or (type(tree) is tuple and all(map(_is_flat, tree))):
         return tree  # most arguments
     known: dict[int, Any] = {}
 
@@ -138,8 +135,8 @@ def slots_of(thing: object) -> dict[str, Any]:
 
 def weakly(tree: Any) -> Any:
     """The tree with weak references instead of tensors, and of objects that support them; see `held`."""
-    if _is_flat(tree) or _is_empty(tree):
-        return tuple([weakref.ref(leaf) for leaf in tree]) if tree else tree
+    if _is_flat(tree):
+        return _mapped(weakref.ref, tree)
 
     def at_leaf(leaf: Any) -> Any:
         try:
@@ -164,13 +161,15 @@ def held(tree: Any) -> Any:
 
 
 def _is_flat(tree: Any) -> bool:
-    """Whether a tree is a tuple of tensors, as most arguments are."""
-    return type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree)
+    """Whether a tree is a tuple or a dictionary of tensors, as most arguments are."""
+    return type(tree) in (tuple, dict) and all(
+        isinstance(x, Tensor) for x in (tree if type(tree) is tuple else tree.values())
+    )
 
 
-def _is_empty(tree: Any) -> bool:
-    """Whether a tree is empty, as most keyword arguments are."""
-    return type(tree) is dict and not tree
+def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A flat tree with the function applied to each tensor."""
+    return tuple(map(function, tree)) if type(tree) is tuple else {key: function(x) for key, x in tree.items()}
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

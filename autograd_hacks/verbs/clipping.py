@@ -12,8 +12,8 @@ from autograd_hacks.errors import ON_CLIPPING, ON_SCALERS
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.numerics import clip_weights
+from autograd_hacks.reading.guards import is_unscaled
 from autograd_hacks.reading.processes import Where, spread_of
-from autograd_hacks.reading.scale import is_unscaled
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.ranges import check
 from autograd_hacks.verbs.arguments import check_kind

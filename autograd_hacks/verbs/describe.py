@@ -97,7 +97,7 @@ def _forms(model: nn.Module) -> tuple[dict[str, Form | None], str]:
     """The forms after a backward pass; or no forms, and a note that says why."""
     try:
         recorder = recorder_of(model)
-        if needed := ABOVE.gathered(model, frozenset(recorder.record.last.nodes)):
+        if needed := ABOVE.gathered(model, frozenset(recorder.record.last.facts.nodes)):
             return {}, f"No forms to show: {len(needed)} modules need whole weights, which are split over processes."
         loss_type = None if any(recorded.losses for recorded in recorder.record.passes) else "mean"
         return read(model, recorder.record.as_seen(recorder.tree.parameters()), recorder, loss_type), ""
@@ -124,14 +124,14 @@ def _how(name: str, parameter: nn.Parameter, layer: nn.Module, last: Within) -> 
         return "frozen"
     if reason := last.refused.get(name):
         return f"refused: {reason}"
-    if reason := last.disproven.get(name):
+    if reason := last.facts.disproven.get(name):
         return f"wrong: {reason}"
-    parts, rule = [f"graph: {node}" for node in last.nodes.get(name, ())], rule_for(layer)
-    if rule is not None and (not parts or name in last.by_rule):
+    parts, rule = [f"graph: {node}" for node in last.facts.nodes.get(name, ())], rule_for(layer)
+    if rule is not None and (not parts or name in last.facts.covered):
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if last.is_scaled else ""
+    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if last.facts.is_scaled else ""
     return " and ".join(parts) + scaled
 
 

@@ -20,9 +20,8 @@ from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import Certificate
 from autograd_hacks.reading.gate import Gate
-from autograd_hacks.reading.guards import check_known, check_own_documents, check_shown, readable_segments
+from autograd_hacks.reading.guards import check_known, check_no_tokens, check_own_documents, check_shown, readable_segments
 from autograd_hacks.reading.processes import spread_of
-from autograd_hacks.reading.scale import check_no_tokens
 from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import checked

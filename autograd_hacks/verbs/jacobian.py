@@ -125,7 +125,7 @@ def _read(model: nn.Module, recorder: Recorder, losses: Announcement) -> PerSamp
     for record in losses.heard_by:
         if record is not mine:  # a part of the model that has hooks of its own
             record.clear(f"a backward pass of another model's {WHAT} has replaced its record")
-    is_own = any(call.is_own for recorded in mine.passes for call, _ in recorded.witnesses())
+    is_own = any(call.is_own for call in mine.witnesses())
     if not is_own and mine.last.mixing:
         check_unseen(mine.as_seen(recorder.tree.parameters()), mine)
     grads = per_sample_grads(model) if is_own else None

@@ -10,7 +10,7 @@ from autograd_hacks.capture.records import Announcement
 from autograd_hacks.capture.wrappers import has_processes
 from autograd_hacks.errors import A_LOSS_EACH, ON_REDUCTION, NothingRecorded, SamplesMixed
 from autograd_hacks.reading.beyond import read_outside
-from autograd_hacks.reading.scale import LOSS_TYPES, check_batch_size
+from autograd_hacks.reading.guards import LOSS_TYPES, check_batch_size
 from autograd_hacks.support.ranges import check_word
 from autograd_hacks.verbs.arguments import check_kind
 

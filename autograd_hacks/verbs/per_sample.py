@@ -22,11 +22,10 @@ from autograd_hacks.forms import Form, Zero
 from autograd_hacks.forms.composite import scaled_at_once
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.reading.gate import read
-from autograd_hacks.reading.guards import check_sets_all
+from autograd_hacks.reading.guards import check_ordinary, check_sets_all
 from autograd_hacks.reading.processes import Spread, Where, spread_of
-from autograd_hacks.reading.scale import check_ordinary
+from autograd_hacks.support import memory
 from autograd_hacks.support.contexts import outside_inference, without_autocast
-from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.patterns import names_matching
 from autograd_hacks.support.ranges import check, checked
 from autograd_hacks.support.restored import switches_kept
@@ -77,7 +76,7 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     hess_type, entries = record.hess_type, tuple[int, ...]()
     batches = [segment.batch_size() for segment in record.segments]
-    documents = (use.documents for recorded in record.passes for use, _ in recorded.witnesses())
+    documents = (use.documents for use in record.witnesses())
     if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)
@@ -157,18 +156,21 @@ def _samples(forms: Mapping[str, Form | None]) -> int:
 
 
 def write_rows(
-    name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: Pool, done: Tensor | None = None
+    name: str, parameter: Tensor, like: Tensor, form: Form | None, pool: memory.Pool, done: Tensor | None = None
 ) -> None:
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.
 
     like: the parameter, or the whole of it    done: the rows, if they are written"""
     key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
-    if form is not None and form.writes_in_place and done is None:
+    in_place = form is not None and form.writes_in_place and done is None
+    if form is not None and in_place and form.samples * form.shape.numel() * like.itemsize >= memory.SMALL:
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     else:
         attributes.pop("grad1", None)  # free the old rows before writing new ones
     rows = done if form is None or done is not None else form.dense(out)
+    if rows is not None and in_place and (rows._base is not None or not rows.is_contiguous()):
+        rows = rows.clone(memory_format=torch.contiguous_format)
     if parameter.requires_grad:
         attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)
 

@@ -223,8 +223,7 @@ def test_a_hook_that_another_registers_while_the_pass_runs(where: str, at: str) 
 def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are those on modules and leaves."""
     models = [nn.Sequential(orthogonal(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double() for _ in range(3)]
-    for n, model in enumerate(models):
-        autograd_hacks.add_hooks(model, param_grad=n != 1)
+    handles = [autograd_hacks.add_hooks(model, param_grad=n != 1) for n, model in enumerate(models)]
     looked: list[int] = []
     for module in (lean, gradient_hooks):
         monkeypatch.setattr(module, "since", lambda first: looked.append(first) or [])
@@ -234,8 +233,8 @@ def test_the_librarys_own_hooks_are_no_new_ones_for_other_hooked_models(monkeypa
             _ = model[0].register_forward_hook(lambda *_: None), model[2].weight.register_hook(lambda _: None)
             check(model, torch.randn(5, 3).double())
     assert not looked
-    for model in models:
-        autograd_hacks.remove_hooks(model)
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -1,7 +1,9 @@
-"""Ctrl-C at any line of the library leaves a model that trains, and everything else that can be seen as it was."""
+"""Ctrl-C at any line of the library leaves a model that trains, and all else that can be seen as it was; what is freed."""
 
 import copy
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -12,15 +14,18 @@ import torch
 import torch.nn as nn
 from nets import BareVector, Checkpointed, Last
 from oracle import squares
-from rarely import rarely
-from steps import alive
+from rarely import crossed, rarely
+from steps import alive, assert_right, batch, mlp
 from torch import Tensor
 from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import _get_current_function_mode_stack
+from torch.testing import assert_close
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.capture.calls import Layer, LayerCall
+from autograd_hacks.reading.reader import Read
 from autograd_hacks.support.switch import Switch
 
 LIBRARY = (str(Path(autograd_hacks.__file__).parent), str(Path(nn.Linear.forward.__code__.co_filename).parent))
@@ -202,3 +207,86 @@ def test_interrupts_leave_no_memory_behind() -> None:
     now = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
     assert now <= expected
     assert max(held[-3:]) <= max(held[:6])
+
+
+# What is freed, and when: records, activations, models, and nothing that piles up
+
+
+def test_what_was_read_is_freed_when_the_next_forward_begins(model: nn.Module) -> None:
+    x, y = batch()
+    loss = squares(model(x), y).mean()
+    loss.backward()
+    del loss
+    (record,) = (hook.recorder.record for hook in model._forward_pre_hooks.values() if hasattr(hook, "recorder"))
+    with torch.no_grad():
+        model(x)
+    model(x)  # not read yet
+    autograd_hacks.compute_grad1(model)
+    with torch.no_grad():
+        model(x)
+    autograd_hacks.compute_grad1(model)  # read, but no backward pass can come after a forward like that
+    activation = weakref.ref(record.segments[0])
+    output = model(x)
+    assert activation() is None
+    with pytest.raises(autograd_hacks.errors.NothingRecorded, match="was read already"):
+        autograd_hacks.compute_grad1(model)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+
+
+def test_what_was_read_is_kept_where_another_pass_may_add_to_it(model: nn.Module) -> None:
+    x, y = batch()
+    output = model(x)
+    squares(output, y).mean().backward(retain_graph=True)
+    autograd_hacks.compute_grad1(model)
+    twice = [2 * p.grad1 for p in model.parameters()]
+    model(x)
+    squares(output, y).mean().backward()
+    autograd_hacks.compute_grad1(model)
+    assert_close([p.grad1 for p in model.parameters()], twice)
+
+
+@crossed(read=["nothing", "grad1", "clip", "hess"], param_grad=[True, False])
+def test_a_hooked_model_that_is_dropped_is_freed(read: str, param_grad: bool) -> None:
+    """Also with a record that nobody has read, and without remove_hooks."""
+    model = mlp()
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for _ in range(2):
+        output = model(batch()[0])
+        if read == "hess":
+            autograd_hacks.backprop_hess(output)
+            autograd_hacks.compute_hess(model)
+        else:
+            output.sum().backward()
+        if read == "grad1":
+            autograd_hacks.compute_grad1(model)
+        if read == "clip":
+            autograd_hacks.clip_grad1_norm_(model, 1.0)
+    gone = [weakref.ref(own) for own in (model, *model.parameters())]
+    del model, output
+    gc.collect()
+    assert not any(own() is not None for own in gone)
+
+
+def test_losses_that_are_kept_do_not_keep_the_inputs() -> None:
+    model, kept, before = mlp(), [], alive(LayerCall)
+    with autograd_hacks.add_hooks(model):
+        for seed in range(4):
+            x, y = batch(seed=seed)
+            kept.append(squares(model(x), y).mean())
+            kept[-1].backward()
+            assert_right(model, x, y)
+        assert alive(LayerCall) <= before + 2  # the last step's two layers
+
+
+def test_hooks_that_come_and_go_keep_no_more_than_before() -> None:
+    model, x = mlp(), torch.randn(5, 3).double()
+    handle, found = autograd_hacks.add_hooks(model), []
+    for n in range(12):
+        squares(model(x)).mean().backward()
+        autograd_hacks.compute_grad1(model)
+        handle.off()
+        handle.on()
+        if n in (6, 11):
+            found.append((alive(Read), alive(Layer)))
+    assert found[0] == found[1]

@@ -202,59 +202,42 @@ def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
             assert_right(model, x.detach())
 
 
-def test_functional_call_with_other_tensors() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model, param_grad=False):
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_functional_call_with_other_tensors(param_grad: bool) -> None:
+    model, x = two_layers(), torch.randn(3, 4)
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(3):
             others = {name: p * 2 for name, p in model.named_parameters()}
             squares(functional_call(model, others, (x,))).mean().backward()
             assert all(p.grad is not None for p in model.parameters())
             with pytest.raises(UnseenGradient):
                 autograd_hacks.compute_grad1(model)
-            model.zero_grad()
-            squares(functional_call(model, dict(model.named_parameters()), (x,))).mean().backward()
-            assert_right(model, x)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_functional_call_with_leaves_fills_theirs(param_grad: bool) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), torch.randn(3, 4)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for _ in range(3):
-            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-            own = torch.autograd.grad(squares(functional_call(model, others, (x,))).mean(), list(others.values()))
-            squares(functional_call(model, others, (x,))).mean().backward()
-            assert all(torch.equal(p.grad, g) for p, g in zip(others.values(), own))
-            check(model, x)
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            own = torch.autograd.grad(squares(functional_call(model, leaves, (x,))).mean(), list(leaves.values()))
+            squares(functional_call(model, leaves, (x,))).mean().backward()
+            assert all(torch.equal(p.grad, g) for p, g in zip(leaves.values(), own))
+            check(model, x, run=lambda x: functional_call(model, dict(model.named_parameters()), (x,)))
             autograd_hacks.clip_grad1_norm_(model, 1.0)
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
-def test_parameters_that_came_after_the_hooks(param_grad: bool) -> None:
+def test_parameters_that_change_after_the_hooks(param_grad: bool) -> None:
+    """One is replaced, others are frozen as the model is hooked again, and a penalty comes later."""
     model, x = two_layers().double(), torch.randn(3, 4, dtype=torch.float64)
 
     def losses(has_penalty: bool) -> Tensor:
-        points = x.clone().requires_grad_()
-        own = squares(model(points).tanh())
+        own = squares(model(points := x.clone().requires_grad_()).tanh())
         (slopes,) = torch.autograd.grad(own.sum(), points, create_graph=has_penalty, retain_graph=True)
         return own + squares(slopes) if has_penalty else own
 
+    autograd_hacks.add_hooks(model)
+    model[1].requires_grad_(False)
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         model[0].weight = nn.Parameter(model[0].weight.detach() + 1)
-        for has_penalty in (False, False, True, True):
-            check_losses(model, partial(losses, has_penalty))
-            assert all((p.grad is not None) == param_grad for p in model.parameters())
-
-
-def test_a_layer_that_is_frozen_between_two_calls_of_add_hooks() -> None:
-    model, x = two_layers(), torch.randn(3, 4)
-    autograd_hacks.add_hooks(model)
-    model[0].requires_grad_(False)
-    with autograd_hacks.add_hooks(model, param_grad=False):
-        for trains in (False, True, True):
-            model[0].requires_grad_(trains)
-            check(model, x)
-            assert all(p.grad is None for p in model.parameters())
+        for step in range(5):
+            model[1].requires_grad_(step > 0)
+            check_losses(model, partial(losses, step > 2))
+            assert all((p.grad is not None) == (param_grad and p.requires_grad) for p in model.parameters())
 
 
 def test_hooks_of_the_users_on_parameters_see_gradients() -> None:

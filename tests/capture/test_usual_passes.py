@@ -145,19 +145,11 @@ def nested(model: Net, x: Tensor) -> None:
     loss.backward(retain_graph=True)
 
 
-def cleared(model: Net, x: Tensor) -> None:
-    step(model, x, hook=lambda g: autograd_hacks.clear_backprops(model))
-
-
 def read_aside(model: Net, x: Tensor) -> None:
-    loss = losses(vars_with(model, flag="aside"), x).mean()
+    model.flag = "aside"
+    loss = losses(model, x).mean()
     model.flag = ""
     (loss + ASIDE.pop().square().mean()).backward()
-
-
-def vars_with(model: Net, **flags: Any) -> Net:
-    vars(model).update(flags)
-    return model
 
 
 def mixed_before(model: Net, x: Tensor) -> None:
@@ -224,7 +216,7 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "other sizes": lambda model, x: (step(model, x[:4]), model.zero_grad(), step(model, x)),
     "during the pass": one_by_one,
     "off in the middle": while_off,
-    "cleared in the middle": cleared,
+    "cleared in the middle": lambda model, x: step(model, x, hook=lambda g: autograd_hacks.clear_backprops(model)),
     "a parameter that its layer ignores": ignored,
     "a pass within a pass": nested,
     "read aside": read_aside,

@@ -152,7 +152,7 @@ def pretending() -> Iterator[None]:
         note("copy to the device")
         return Far(made(data, **options))
 
-    cost._costs_of = lambda kind, index: known if kind == ELSEWHERE.type else kept(kind, index)  # type: ignore[assignment]
+    cost._costs_of = lambda device: known if device.type == ELSEWHERE.type else kept(device)  # type: ignore[assignment]
     torch.tensor, sweep.ThreadPoolExecutor = tensor, Threads  # type: ignore[misc]
     try:
         with Pretending():

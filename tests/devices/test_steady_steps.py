@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, step, vectors
+from by_device import FAMILIES, SAMPLES, Family, losses, rows_of, step, vectors, words
 from of_devices import batch_norm_by
 from pretend import PACKAGE, Far, MixedDevices, Note, near, noted, placed, pretending
 from rarely import rarely
@@ -23,19 +23,6 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture import backward, lean
-
-
-def words() -> Tensor:
-    return torch.randint(11, (SAMPLES, 7))
-
-
-def untied() -> nn.Module:
-    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Linear(8, 3))
-
-
-def wide() -> nn.Module:
-    """Norms of its layers are taken from products between positions."""
-    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 
 
 def normed(m: nn.Module, x: Tensor) -> Tensor:
@@ -58,16 +45,19 @@ MODELS = FAMILIES | {
             scale=torch.ones(8),
             block=nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1),
         ),
-        words,
+        words(7),
     ),
-    "untied embedding": Family(untied, words),
-    "wide": Family(wide, vectors(4, 256)),
+    "untied embedding": Family(
+        lambda: nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.RMSNorm(8), nn.Linear(8, 3)), words(7)
+    ),
+    # Norms of its layers are taken from products between positions.
+    "wide": Family(lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), vectors(4, 256)),
     # A table that is large enough for products of its positions to be cheaper than its rows; those may cancel.
     "large and tied": Family(
-        lambda: Bare(lambda m, x: m.token(x).tanh() @ m.token.weight.t(), token=nn.Embedding(1000, 32)), words
+        lambda: Bare(lambda m, x: m.token(x).tanh() @ m.token.weight.t(), token=nn.Embedding(1000, 32)), words(7)
     ),
-    "padded bag": Family(padded_bag("sum"), words),
-    "largest of a bag": Family(padded_bag("max"), words),
+    "padded bag": Family(padded_bag("sum"), words(7)),
+    "largest of a bag": Family(padded_bag("max"), words(7)),
     "batch norm": Family(
         lambda: Bare(normed, c=nn.Conv2d(3, 4, 3), n=nn.BatchNorm2d(4).eval(), o=nn.Linear(4, 3)), vectors(3, 5, 5)
     ),

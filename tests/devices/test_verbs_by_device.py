@@ -91,7 +91,7 @@ def by_curvature(model: nn.Module, x: Tensor, path: Path) -> Any:
     curved(model, x, "ekfac")
     metric = Metric.from_ekfac(model, 0.1)
     autograd_hacks.clear_backprops(model)
-    return back(model, x).preconditioned(metric).norms()
+    return metric(along(model, x)), back(model, x).preconditioned(metric).norms()
 
 
 def hess(model: nn.Module, x: Tensor, path: Path) -> Any:
@@ -103,12 +103,6 @@ def drawn(model: nn.Module, x: Tensor, path: Path) -> Any:
     autograd_hacks.backprop_hess(model(x), "CrossEntropy", 3, seeded())
     autograd_hacks.compute_hess(model)
     return {name: p.hess for name, p in model.named_parameters()}
-
-
-def ekfac(model: nn.Module, x: Tensor, path: Path) -> Any:
-    curved(model, x, "ekfac")
-    autograd_hacks.clear_backprops(model)
-    return autograd_hacks.attribution.Metric.from_ekfac(model, 0.1)(along(model, x))
 
 
 def stored(model: nn.Module, x: Tensor, path: Path) -> Any:
@@ -218,7 +212,6 @@ VERBS: dict[str, Callable[[nn.Module, Tensor, Path], Any]] = {
     "create_graph": differentiated,
     "per_sample_jacobian": lambda m, x, path: autograd_hacks.per_sample_jacobian(m, m(x)).norms(),
     "compute_hess": hess,
-    "from_ekfac": ekfac,
     "over": lambda m, x, path: autograd_hacks.over(m, [x[:4], x[4:]], each, PerSampleGrads.norms),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import Both
+from processes import in_both
 from spread import BOUND, batch, made, own, sharded, spread_out, squares, train_one, wrapped
 from torch import Tensor
 from twin import Bare
@@ -32,7 +32,9 @@ def hooked(way: str) -> nn.Module:
     return model
 
 
-def one_fails(way: str) -> None:
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+@in_both
+def test_where_one_process_can_not_read_all_raise(way: str) -> None:
     model = spread_out(made("mlp"), way)
     autograd_hacks.add_hooks(model, param_grad=False)
     (x, y), rank = batch(0, 8), dist.get_rank()
@@ -50,12 +52,9 @@ def one_fails(way: str) -> None:
         train_one(model)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards"])
-def test_where_one_process_can_not_read_all_raise(both: Both, way: str) -> None:
-    both(one_fails, way)
-
-
-def nothing_recorded(way: str) -> None:
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
+@in_both
+def test_where_one_process_has_nothing_to_read_all_raise(way: str) -> None:
     model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
     for bad in ("record", "number", "losses", "count", *(["weights"] if way == "shards that rows need" else [])):
@@ -74,12 +73,8 @@ def nothing_recorded(way: str) -> None:
             train_one(model)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
-def test_where_one_process_has_nothing_to_read_all_raise(both: Both, way: str) -> None:
-    both(nothing_recorded, way)
-
-
-def uneven_numbers_of_steps_are_refused_by_name() -> None:
+@in_both
+def test_uneven_numbers_of_steps_are_refused_by_name() -> None:
     hooked, run, ddp = wrapped(made("mlp"), "inner")
     autograd_hacks.add_hooks(hooked)
     (x, y) = (part[own((4, 4))] for part in batch(0, 8))
@@ -89,7 +84,8 @@ def uneven_numbers_of_steps_are_refused_by_name() -> None:
             autograd_hacks.clip_grad1_norm_(hooked, BOUND)
 
 
-def parts_that_are_called_by_themselves() -> None:
+@in_both
+def test_parts_that_are_called_by_themselves() -> None:
     """What layers had in the place of shards is missed with an error, and never taken for what the loss didn't reach."""
     model, (x, _) = sharded(made("mlp"), each=True), batch(0, 8)
     model(x[own((4, 4))])  # so that all know who is whose
@@ -131,7 +127,9 @@ def spoilt(model: nn.Module, x: Tensor) -> None:
         model.head.bias.to_local().add_(0) if hasattr(model, "head") else x.zero_()  # type: ignore[operator, union-attr]
 
 
-def sums_fail(way: str) -> None:
+@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
+@in_both
+def test_where_one_process_can_not_add_up_all_raise(way: str) -> None:
     model = hooked(way)
     (x, y), rank = batch(0, 8), dist.get_rank()
     here, theirs = x[own((4, 4))].clone(), y[own((4, 4))]
@@ -146,12 +144,9 @@ def sums_fail(way: str) -> None:
             verb(grads)
 
 
-@pytest.mark.parametrize("way", ["replicas", "shards", "shards that rows need"])
-def test_where_one_process_can_not_add_up_all_raise(both: Both, way: str) -> None:
-    both(sums_fail, way)
-
-
-def curvature_fails(kind: str, way: str) -> None:
+@pytest.mark.parametrize(("kind", "way"), [("ekfac", "replicas"), ("ekfac", "shards"), ("diag", "shards that rows need")])
+@in_both
+def test_where_one_process_has_no_curvature_all_raise(kind: str, way: str) -> None:
     model = hooked(way)
     (x, _), rank = batch(0, 8), dist.get_rank()
     names = [name for name, p in model.named_parameters() if kind == "diag" or p.ndim > 1]
@@ -168,12 +163,8 @@ def curvature_fails(kind: str, way: str) -> None:
         autograd_hacks.clear_backprops(model)
 
 
-@pytest.mark.parametrize(("kind", "way"), [("ekfac", "replicas"), ("ekfac", "shards"), ("diag", "shards that rows need")])
-def test_where_one_process_has_no_curvature_all_raise(both: Both, kind: str, way: str) -> None:
-    both(curvature_fails, kind, way)
-
-
-def a_private_step_where_one_has_nothing() -> None:
+@in_both
+def test_a_private_step_where_one_has_nothing() -> None:
     model = sharded(made("Recurs"))
     autograd_hacks.add_hooks(model, independent=True)
     (x, y), rank = batch(0, 8), dist.get_rank()
@@ -195,7 +186,8 @@ def leaves(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)  # type: ignore[no-any-return]
 
 
-def a_private_forward_that_one_refuses() -> None:
+@in_both
+def test_a_private_forward_that_one_refuses() -> None:
     (x, y), rank = batch(0, 8), dist.get_rank()
     for way in ("replicas", "shards"):
         net = Bare(leaves, layer=nn.Linear(3, 2)).double()
@@ -205,16 +197,3 @@ def a_private_forward_that_one_refuses() -> None:
             with pytest.raises(ProbeFailed if rank else ProcessesDisagree, match="tolist") if net.begun else nullcontext():
                 squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
                 autograd_hacks.private.clip_and_noise_(model, BOUND, 0.0, 8)
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        uneven_numbers_of_steps_are_refused_by_name,
-        parts_that_are_called_by_themselves,
-        a_private_step_where_one_has_nothing,
-        a_private_forward_that_one_refuses,
-    ],
-)
-def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
-    both(task)

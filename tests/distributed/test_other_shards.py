@@ -1,22 +1,23 @@
-"""Models that processes divide in other ways than by ``fully_shard`` on the model that is hooked: refused by name."""
+"""Models that processes divide: by ``fully_shard`` they give what one process does, other ways are refused by name."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from processes import WORLD, Both
+from oracle import one_loss_at_a_time
+from processes import WORLD, Both, in_both
+from rarely import crossed
+from spread import BOUND, MODELS, Gains, batch, made, own, sharded, squares, train, whole
 from steps import check_batches
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 from twin import Bare
 
@@ -24,7 +25,8 @@ import autograd_hacks
 from autograd_hacks.errors import ShardedParameters, UnseenGradient
 
 
-def sharded_parameters_are_refused() -> None:
+@in_both
+def test_sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3 + 2 * dist.get_rank(), 3)
@@ -88,7 +90,8 @@ def copied_to_all(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return distribute_module(net, mesh, input_fn=enter, output_fn=lambda _, output, __: output.to_local())
 
 
-def tensor_parallelism_is_refused() -> None:
+@in_both
+def test_tensor_parallelism_is_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     for cut in (by_columns, copied_to_all):
         for hooks in ("before", "after"):
@@ -114,7 +117,8 @@ def tensor_parallelism_is_refused() -> None:
             net(x)
 
 
-def dtensors_are_refused() -> None:
+@in_both
+def test_dtensors_are_refused() -> None:
     mesh, x = dist.init_device_mesh("cpu", (WORLD,)), torch.randn(3, 2, 4)
     net = nn.Sequential(nn.Linear(4, 2))
     with autograd_hacks.add_hooks(net), pytest.raises(TypeError, match="to_local"):
@@ -136,7 +140,8 @@ def attends(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
 
 
-def context_parallelism_is_refused() -> None:
+@in_both
+def test_context_parallelism_is_refused() -> None:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _disable_context_parallel_dispatcher as leave
     from torch.distributed.tensor.experimental._attention import _enable_context_parallel_dispatcher as enter
@@ -158,7 +163,8 @@ def context_parallelism_is_refused() -> None:
         net.zero_grad()
 
 
-def pipelines_are_refused() -> None:
+@in_both
+def test_pipelines_are_refused() -> None:
     """Both stages of a pipeline in this process, so that no other waits."""
     x, alone = torch.randn(8, 3), [dist.new_group([rank]) for rank in range(WORLD)][dist.get_rank()]
     for schedule, count in ((ScheduleInterleaved1F1B, 2), (ScheduleGPipe, 1)):
@@ -178,15 +184,64 @@ def pipelines_are_refused() -> None:
         assert len(autograd_hacks.per_sample_grads(nets[0]).norms()) == 8
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        sharded_parameters_are_refused,
-        tensor_parallelism_is_refused,
-        dtensors_are_refused,
-        context_parallelism_is_refused,
-        pipelines_are_refused,
-    ],
-)
-def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
-    both(task)
+# Models that ``fully_shard`` has cut: what one process gives on the whole batch
+
+
+def steps(name: str, sizes: tuple[int, ...], param_grad: bool, probe: bool, each: bool, **options: Any) -> None:
+    model = sharded(made(name), each=each, **options)
+    autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad)
+    train(model, name, sizes)
+
+
+@crossed(each=[False, True], param_grad=[True, False], name=MODELS)
+@in_both
+def test_steps(name: str, param_grad: bool, each: bool) -> None:
+    steps(name, (5, 3), param_grad, True, each)
+
+
+@crossed(each=[False, True], param_grad=[True, False])
+@in_both
+def test_a_loss_that_the_model_makes(each: bool, param_grad: bool) -> None:
+    torch.manual_seed(1)
+    one = Gains().double()
+    model = sharded(copy.deepcopy(one), each=each)
+    autograd_hacks.add_hooks(model, param_grad=param_grad)
+    for step in range(3):
+        x, y = batch(step, 8)
+        model(x[own((5, 3))], y[own((5, 3))])[0].backward()
+        norms = autograd_hacks.clip_grad1_norm_(model, BOUND)
+        by_name = one_loss_at_a_time(one, lambda x=x, y=y: squares(one(x, y)[1], y))
+        rows = torch.cat([own.flatten(1) for own in by_name.values()], 1)
+        expected = rows.norm(dim=1)
+        assert_close(norms, expected[own((5, 3))])
+        found = torch.cat([whole(p.grad).flatten() for p in model.parameters()])
+        assert_close(found, (BOUND / expected).clamp(max=1) @ rows / 8)
+        model.zero_grad()
+
+
+@in_both
+def test_other_ways() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    for param_grad in (True, False):
+        steps("mlp", (4, 4), param_grad, False, False)
+        steps("mlp", (4, 4), param_grad, True, True, reshard_after_forward=False)
+        steps("mlp", (4, 4), param_grad, True, False, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = sharded(made("mlp").float(), each=True, mp_policy=policy)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        train(model, "mlp", (4, 4), 2, rtol=0.1, atol=0.05)
+
+
+def hybrid() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for param_grad in (True, False):
+        model = sharded(made("mlp"), mesh=mesh)
+        autograd_hacks.add_hooks(model, param_grad=param_grad)
+        train(model, "mlp", (3, 2, 4, 2))
+        steps("Attends", (3, 2, 4, 2), param_grad, True, True)
+
+
+@pytest.mark.slow
+def test_four_processes_that_hold_parts_and_copies(four: Both) -> None:
+    four(hybrid)

@@ -1,19 +1,23 @@
 """DistributedDataParallel: rows are a process's own, sums over samples are everyone's."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import private_steps as hand
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from processes import Both
+from private_steps import EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net, training
+from processes import Both, in_both
 from rarely import crossed
 from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, squares, train, wrapped
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
@@ -29,26 +33,21 @@ def steps(name: str, where: str, param_grad: bool, probe: bool, sizes: tuple[int
 
 
 @crossed(param_grad=[True, False], name=MODELS)
-def test_steps(both: Both, name: str, param_grad: bool) -> None:
-    both(uneven, name, param_grad)
-
-
-def uneven(name: str, param_grad: bool) -> None:
+@in_both
+def test_steps(name: str, param_grad: bool) -> None:
     steps(name, "inner", param_grad, True, (5, 3), find_unused_parameters=name == "Tied")
 
 
 @crossed(param_grad=[True, False], option=OPTIONS)
-def test_ways_to_wrap(both: Both, param_grad: bool, option: str) -> None:
-    both(each_way, param_grad, option)
-
-
-def each_way(param_grad: bool, option: str) -> None:
+@in_both
+def test_ways_to_wrap(param_grad: bool, option: str) -> None:
     for where in WHERE:
         steps("mlp", where, param_grad, True, (4, 4), **({option: True} if option else {}))
     steps("mlp", "inner", param_grad, False, (6, 0), **({option: True} if option else {}))
 
 
-def plain_steps_between() -> None:
+@in_both
+def test_plain_steps_between() -> None:
     """What a wrapper reduces, and what not, is as it was, also after a forward that failed."""
     for where in WHERE:
         hooked, run, ddp = wrapped(made("mlp"), where)
@@ -76,7 +75,8 @@ def plain_steps_between() -> None:
                 assert not ddp.require_backward_grad_sync
 
 
-def buffers() -> None:
+@in_both
+def test_buffers() -> None:
     """Processes that probe different numbers of times, with a wrapper that sends buffers in each forward."""
     for where in WHERE:
         torch.manual_seed(1)
@@ -94,7 +94,9 @@ def buffers() -> None:
             ddp.zero_grad()
 
 
-def micro_batches(where: str) -> None:
+@pytest.mark.parametrize("where", WHERE)
+@in_both
+def test_micro_batches(where: str) -> None:
     for param_grad in (True, False):
         for waits in (True, False):
             hooked, run, ddp = wrapped(made("mlp"), where)
@@ -115,12 +117,8 @@ def micro_batches(where: str) -> None:
                 assert_grads(ddp, grads)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_micro_batches(both: Both, where: str) -> None:
-    both(micro_batches, where)
-
-
-def groups() -> None:
+@in_both
+def test_groups() -> None:
     """Processes that the user names, and none."""
     net, (x, y), group = made("mlp"), batch(0, 7), dist.new_group([0, 1])
     autograd_hacks.add_hooks(net)
@@ -143,11 +141,8 @@ def groups() -> None:
 
 
 @pytest.mark.parametrize("verb", ["clip", "norms"])
-def test_sums_over_processes(both: Both, verb: str) -> None:
-    both(a_few_steps, verb)
-
-
-def a_few_steps(verb: str) -> None:
+@in_both
+def test_sums_over_processes(verb: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     numbers = {"max_norm": 0.5} if verb == "clip" else {}
@@ -165,6 +160,78 @@ def a_few_steps(verb: str) -> None:
         assert_close(2 * p.grad, torch.tensordot(weights, each, 1))  # DDP takes the mean over processes
 
 
-@pytest.mark.parametrize("task", [plain_steps_between, buffers, groups])
-def test_in_both_processes(both: Both, task: Callable[[], None]) -> None:
-    both(task)
+# Private training: what one process gives on whole batches
+
+
+USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
+
+
+@in_both
+def test_texts_have_other_lengths_in_each_process() -> None:
+    """Each process has texts of a length of its own, so that its forwards run operations of other sizes."""
+    expected, model = by_hand(hand.Reader(), *hand.text(), STEPS, hand.losses_of_text), hand.Reader()
+    run, private = DistributedDataParallel(model), training()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with private.attach(run, optimizer):
+        for x, y in private.loader(TensorDataset(*hand.text())):
+            private.backward(hand.losses_of_text(run, x, y))
+            private.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def as_one(way: str, secure: bool = False, groups: list[int] | None = None, options: dict[str, int] | None = None) -> None:
+    expected, model = by_hand(net(), *data(), groups=groups), net()
+    run: nn.Module = model
+    if way == "ddp":
+        run = DistributedDataParallel(model)
+    elif way == "fsdp2":
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    private = training(seed=SEED + (torch.distributed.get_rank() if secure else 0), secure=secure, groups=groups)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
+    with private.attach(run, optimizer):
+        for _ in range(2):
+            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **(options or {})):
+                private.backward(losses(run, x, y))
+                if (found := private.step()) is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    kept.append(len(found.norms))
+    assert private.history == [(NOISE, EXPECTED / (30 if groups is None else len(set(groups))), 2 * STEPS)]
+    parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    if not secure:
+        assert_close([p.detach() for p in parameters], [p.detach() for p in expected.parameters()], rtol=1e-4, atol=1e-5)
+        return
+    for p in parameters:  # the same secret draws on all
+        everyones = [torch.empty_like(p) for _ in range(2)]
+        torch.distributed.all_gather(everyones, p.detach())
+        assert torch.equal(*everyones)
+
+
+@crossed(way=["ddp", "fsdp2"], options=[{}, {"micro_batch_size": 2}])
+def test_each_process_has_its_part_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
+    both(as_one, way, False, None, options)
+
+
+@crossed(way=["fsdp2", "ddp"], options=[{}, {"micro_batch_size": 7}])
+def test_each_process_has_its_users_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
+    both(as_one, way, False, USERS, options)
+
+
+def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
+    both(as_one, "ddp", True)
+
+
+@in_both
+def test_a_loader_takes_processes_for_what_the_model_does() -> None:
+    """Where nobody adds up over them, each would train on half of a batch."""
+    model, private = net(), training()
+    with private.attach(model):
+        for x, y in private.loader(TensorDataset(*data())):
+            private.backward(losses(model, x, y))
+            with pytest.raises(ValueError, match="over 2 processes, but the model sums over 1"):
+                private.step()
+            break

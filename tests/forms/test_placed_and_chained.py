@@ -1,8 +1,10 @@
-"""Forms of slices of a parameter, and of values that follow from one, beside the laws that hold for all."""
+"""Forms of slices, of values that follow from a parameter, of maps and directions, beside the laws that hold for all."""
 
 import pytest
 import torch
-from strategies import pull_along
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import forms, maps, pull_along
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -11,13 +13,22 @@ from autograd_hacks.forms import (
     Chained,
     Convolution,
     Dense,
+    Elementwise,
     Form,
+    InTurn,
+    LinearMap,
+    Lookup,
+    Mapped,
     Outer,
     Placed,
+    Sides,
     add,
     magnitudes,
+    mapped,
     scale,
 )
+from autograd_hacks.forms.directions import _numbers, along, directions
+from autograd_hacks.forms.terms import of_experts
 
 
 def outer(*shape: int) -> Outer:
@@ -126,3 +137,111 @@ def test_placed_bags_without_samples_can_be_differentiated() -> None:
     form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), bags])}, torch.Size((1, 1)))
     factor = torch.tensor(2.0, requires_grad=True)
     assert scale(form, factor).weighted_sum(torch.zeros(0)) == 0
+
+
+# Rows that a linear map has been applied to
+
+
+shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
+
+
+@given(st.data())
+def test_the_rows_are_those_of_the_map(data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 999)))
+    inner, by = data.draw(maps(data.draw(shapes)))
+    form: Form = data.draw(forms(data.draw(st.integers(0, 3)), inner))
+    rows = by(form.dense(), form.shape)
+    assert_close(mapped(form, by).dense(), rows)
+    assert rows.shape[1:] == by.shape_of(form.shape)
+    v = torch.randn(rows.shape[1:], dtype=torch.float64)
+    along = (form.dense() * by.transposed(v, form.shape)).flatten(1).sum(1)
+    assert_close(along, (rows * v).flatten(1).sum(1))
+
+
+def test_products_stay_products() -> None:
+    outer = Outer(torch.randn(3, 4, 6).double(), torch.randn(3, 4, 7).double())
+    lookup = Lookup(torch.randint(6, (3, 4)), torch.randn(3, 4, 7).double(), 6)
+    x, g = torch.randn(3, 2, 9, 8).double(), torch.randn(3, 6, 4, 5).double()
+    conv = Convolution(x, g, torch.Size((6, 2, 3, 2)), (2, 2), (0, 1), (1, 1), 1)
+    for form in (outer, lookup, conv, scale(outer, 3.0)):
+        fan_out, fan_in = form.shape[0], form.shape[1:].numel()
+        left, right = torch.randn(5, fan_out).double(), torch.randn(fan_in, 2).double()  # of another size than its matrix
+        for by in (Sides(left, right), Sides(left), Sides(None, right), Sides(left[0], right), Sides(left[0])):
+            found = mapped(form, by)
+            assert not any(isinstance(leaf, Mapped) for leaf in found.leaves()), by
+            assert_close(found.dense(), by(form.dense(), form.shape))
+
+
+def test_half_precision_is_mapped_in_single() -> None:
+    outer = Outer(torch.randn(3, 4, 6).bfloat16(), torch.randn(3, 4, 7).bfloat16())
+    found = mapped(outer, Sides(torch.randn(6, 6), None))
+    assert found.like.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        Elementwise(torch.ones(4, 3)),
+        Sides(torch.ones(2, 4), None),
+        Sides(None, torch.ones(5)),
+        Sides(torch.ones(()), None),
+        InTurn([Sides(torch.ones(2, 3), None), Sides(torch.ones(2, 3), None)]),
+    ],
+)
+def test_a_map_of_another_shape_is_refused(by: LinearMap) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        mapped(Outer(torch.ones(2, 1, 3), torch.ones(2, 1, 4)), by)
+
+
+# Sums of rows along random directions
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.double)
+
+
+def convolution(groups: int, out: int, stride: int) -> Form:
+    shape, x = torch.Size((out, 4 // groups, 3, 2)), draw(5, 4, 9, 8)
+    g = torch.randn_like(torch.conv2d(x, draw(*shape), None, stride, 1, 1, groups))
+    return Convolution(x, g, shape, (stride, stride), (1, 1), (1, 1), groups)
+
+
+FORMS = {f"{k} groups, stride {s}": convolution(k, out, s) for k, out in ((1, 6), (2, 6), (4, 8)) for s in (1, 2)} | {
+    "experts": of_experts(
+        draw(8, 3), draw(8, 4), torch.tensor([2, 2, 7, 8]), torch.tensor([0, 1, 2, 0, 0, 1, 2, 2]), samples=3
+    )
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_terms_add_up_to_the_rows(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    u, v = directions("a.weight", 3, form.shape, torch.double, torch.device("cpu"))
+    expected = torch.einsum("ko,oi,ki->k", u, form.dense().sum(0).flatten(1), v)
+    monkeypatch.delattr(Form, "terms")  # nothing is written out
+    torch.testing.assert_close(form.terms(u, v).sum(1), expected)
+
+
+def test_directions_are_the_same_again_and_others_elsewhere() -> None:
+    kind = torch.float, torch.device("cpu")
+    (u, v), shape = directions("a", 1, torch.Size((5, 7)), *kind), torch.Size((5, 7))
+    directions("b", 1, torch.Size((100_000, 7)), *kind)  # memory of other parameters
+    assert all(map(torch.equal, (u, v), directions("a", 1, shape, *kind)))
+    assert not torch.equal(u, directions("a", 2, shape, *kind)[0])
+    assert not torch.equal(u, directions("b", 1, shape, *kind)[0])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)  # what a user sets changes no number
+    try:
+        directions.cache_clear()
+        _numbers.cache_clear()
+        assert torch.equal(u.double(), directions("a", 1, shape, torch.double, kind[1])[0])
+    finally:
+        torch.set_default_dtype(before)
+    state = torch.get_rng_state()
+    directions("c", 1, torch.Size((3_000_000,)), *kind)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_sparse_gradient_is_that_of_its_entries() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 4, 1]]), draw(3, 4), (9, 4), check_invariants=True)
+    at = directions("a", 3, sparse.shape, torch.double, torch.device("cpu"))
+    torch.testing.assert_close(along(sparse, at), along(sparse.to_dense(), at))

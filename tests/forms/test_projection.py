@@ -13,15 +13,7 @@ from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.forms import (
-    Dense,
-    Lookup,
-    Outer,
-    RandomMap,
-    SparseMap,
-    projection,
-    scale,
-)
+from autograd_hacks.forms import Dense, Lookup, Outer, RandomMap, SparseMap, projection, scale
 
 
 @pytest.mark.parametrize("dim", [64, 1024])

@@ -11,11 +11,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import trained as whole
-from needed import needed
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net
 from rarely import crossed
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from trained import needed
 
 import autograd_hacks
 from autograd_hacks.integrations.steps import Steps

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from needed import needed
 from oracle import one_backward_per_sample
 from rarely import crossed
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
+from trained import needed
 
 from autograd_hacks.errors import SamplesMixed, UnsupportedLayer
 

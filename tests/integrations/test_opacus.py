@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from needed import needed
 from rarely import rarely
+from refused import check_each
 from steps import mlp
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
-from trained import of_many
+from trained import needed, of_many
 from twin import Bare
 
 import autograd_hacks
@@ -144,35 +144,28 @@ def test_some_parameters_are_clipped_by_their_own_norm() -> None:
     assert_close(torch.stack([p.grad.norm() for p in last]).norm().item(), 1 / 4)
 
 
-def test_a_pass_is_used_once() -> None:
+def test_a_step_is_of_one_pass_which_is_used_once() -> None:
     model = mlp()
     optimizer = private(model)
-    with pytest.raises(NothingRecorded):
-        optimizer.step()
-    model(torch.randn(4, 3).double()).sum().backward()
+
+    def passes(count: int) -> None:
+        for _ in range(count):
+            model(torch.randn(4, 3).double()).sum().backward()
+
+    check_each((NothingRecorded, "", optimizer.step))
+    with autograd_hacks.accumulate(model):
+        passes(2)
+    check_each((ValueError, "2 accumulated batches", optimizer.step))
+    check_each((NothingRecorded, "without it", lambda: (passes(2), optimizer.step())))
+    optimizer.zero_grad()
+    autograd_hacks.clear_backprops(model)
+    passes(1)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(NothingRecorded, match="no backward pass since the last step"):
-        optimizer.step()
-    model(torch.randn(4, 3).double()).sum().backward()
+    check_each((NothingRecorded, "no backward pass since the last step", optimizer.step))
+    passes(1)
     optimizer.step()
-    model(torch.randn(4, 3).double()).sum().backward()
-    with pytest.raises(ValueError, match="haven't been cleared"):  # Opacus' own
-        optimizer.step()
-
-
-def test_batches_are_not_accumulated() -> None:
-    model = mlp()
-    optimizer = private(model)
-    with autograd_hacks.accumulate(model):
-        for _ in range(2):
-            model(torch.randn(4, 3).double()).sum().backward()
-    with pytest.raises(ValueError, match="2 accumulated batches"):
-        optimizer.step()
-    for _ in range(2):
-        model(torch.randn(4, 3).double()).sum().backward()
-    with pytest.raises(NothingRecorded, match="without it"):
-        optimizer.step()
+    check_each((ValueError, "haven't been cleared", lambda: (passes(1), optimizer.step())))  # Opacus' own
 
 
 def test_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

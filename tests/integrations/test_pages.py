@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from needed import needed
 from torch import nn
+from trained import needed
 
 import autograd_hacks
 

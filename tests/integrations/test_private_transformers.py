@@ -1,24 +1,28 @@
 """Hugging Face's Trainer, trained privately: against a loop by hand, whole, cut, resumed, with LoRA."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from needed import needed
 from nets import Around
 from private_steps import BOUND, EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, net
+from processes import WORLD, in_both
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
+from trained import needed
 
 import autograd_hacks
 from autograd_hacks.private import PrivateTraining
 
 transformers = needed("transformers", "transformers.trainer", "accelerate", "opacus", "peft")
 
+from accelerate.state import AcceleratorState  # noqa: E402
 from transformers.modeling_outputs import SequenceClassifierOutput  # noqa: E402
 
 from autograd_hacks.integrations.transformers import STATE, PrivateTrainer, _is_shifted, sample_losses  # noqa: E402
@@ -295,3 +299,37 @@ def test_what_would_break_the_guarantee_is_refused(tmp_path: Path) -> None:
     for model, own, options, error, words in refused:
         with pytest.raises(error, match=words):
             trainer(model, tmp_path, private(), own, **options).train()
+
+
+@pytest.mark.slow
+@in_both
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    place = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(WORLD),
+             "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # fmt: skip
+    os.environ.update(place)
+
+    def trained(folder: str, size: int, parts: int, resume: Path | None = None) -> tuple[nn.Module, PrivateTraining, Any]:
+        model, own = net(), private(seed=SEED + dist.get_rank())
+        made = trainer(
+            Classifier(model), tmp_path / folder, own, per_device_train_batch_size=size, gradient_accumulation_steps=parts,
+            save_strategy="steps", save_steps=7, max_grad_norm=0.0, ddp_backend="gloo",
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume and str(resume))
+        return model, own, made
+
+    try:
+        expected = by_hand(net(), *data()).state_dict()
+        for size, parts in ((EXPECTED // WORLD, 1), (1, EXPECTED // WORLD)):
+            model, own, made = trained(str(size), size, parts)
+            assert_close(model.state_dict(), expected, rtol=1e-4, atol=1e-4)
+            assert own.history == [(NOISE, EXPECTED / 30, 2 * STEPS)]
+            assert made.model_wrapped is not made.model
+        kept = tmp_path / "1" / "checkpoint-7"
+        assert (kept / STATE).is_file()
+        again, own, _ = trained("rest", 1, EXPECTED // WORLD, kept)
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
+        assert own.steps == 2 * STEPS
+    finally:
+        AcceleratorState._reset_state(True)
+        for key in place:
+            del os.environ[key]

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from needed import needed
 from oracle import one_loss_at_a_time
 from torch import Tensor
 from torch.testing import assert_close
-from trained import of_many
+from trained import needed, of_many
 
 import autograd_hacks
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from needed import needed
 from nets import Around
 from oracle import one_loss_at_a_time
 from rarely import crossed
 from torch.testing import assert_close
-from trained import LR, MAX_NORM, STEPS, N, check, data, expected, net, same_in_parts
+from trained import LR, MAX_NORM, STEPS, N, check, data, expected, needed, net, same_in_parts
 
 import autograd_hacks
 

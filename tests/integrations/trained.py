@@ -1,9 +1,14 @@
-"""A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample."""
+"""A small net, three steps of 16 samples, and what they must come to: by one backward pass for each sample; tools."""
 
 import copy
+import importlib
+import os
+import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -95,3 +100,16 @@ def same_in_parts(
         run(ends[-1], parts)
     same(*ends, tolerance)
     return ends[0]
+
+
+def needed(*names: str) -> ModuleType:
+    """Imports tools, and returns the first.  Where one is not installed the file is skipped; not in CI, which has all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, of which tests make errors
+        try:
+            first, *_ = [importlib.import_module(name) for name in names]
+            return first
+        except ModuleNotFoundError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"{names[0]} is not installed ({error}); tox -e py brings it", allow_module_level=True)

@@ -42,6 +42,8 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "codes in an order": lambda x: torch.eye(2)[(x[:, 0] > 3).long().sort(stable=True).values][:, :1],
     "numbers of values": lambda x: (x > 3).long().unique(return_inverse=True)[1].double(),
     "a count that is an index": lambda x: x[:, (x > 3).sum()][:, None],
+    "places in all rows": lambda x: (x > 3).float().take(torch.arange(24).flip(0).view(6, 4)),
+    "a mask that chooses nothing": lambda x: torch.zeros_like(x).index_put((x.flip(0) > 3,), torch.tensor(1.0).to(x)),
     "no law": lambda x: torch.bucketize(x - x.mean(0), torch.tensor([9.0])).float(),
     "no law, another shape": lambda x: torch.count_nonzero((x - x.mean(0) - 9).relu(), 1)[:, None].float(),
 }

@@ -1,4 +1,4 @@
-"""What a trace does not do: import the compiler, be compiled, or keep what no backward pass asks for."""
+"""What a trace does not do: import the compiler, be compiled, or keep what no backward pass asks for; kinds of forwards."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from forked import run_script
 from nets import Between
 from oracle import squares
+from processes import run_script
 from steps import check, count_forwards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,8 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture.hooks import recorder_of
+from autograd_hacks.capture.kinds import MOST
+from autograd_hacks.probe.batch import kept_samples
 
 FIRST_STEP = """
 import sys, torch, autograd_hacks
@@ -116,3 +118,35 @@ def test_sizes_that_come_again_are_walked_once() -> None:
     for number in range(24):
         check(model, torch.randn(5 + number % 2, 3, 5).double())
     assert recorder_of(model).kinds.memo.misses <= 4  # forwards and losses of two sizes
+
+
+# What is one kind of forward
+
+
+def test_the_number_of_kinds_is_bounded() -> None:
+    """Names of files as dictionary keys, and lists of any length, make each forward another kind."""
+    model = Bare(lambda m, x, *_: m.body(x), body=nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).double()
+    with autograd_hacks.add_hooks(model):
+        kinds = recorder_of(model).kinds.seen
+        for n in range(100):
+            notes: list[Any] = [{f"file {n}": n}, list(range(n)), ["a"] * n, {"file": {str(n): None}}]
+            check(model, torch.randn(4, 3).double(), run=lambda x, own=notes[n % 4]: model(x, own))
+        assert len(kinds) <= MOST
+
+
+def test_a_model_whose_dtype_changes_and_changes_back() -> None:
+    """torch makes a new node for a parameter each time, also if nothing runs between two changes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with autograd_hacks.add_hooks(model):
+        for n in range(8):
+            model.to(torch.float32 if n % 3 else torch.float64)
+            if n % 2:
+                model.to(torch.float16).to(torch.float32)
+            for _ in range(2):
+                check(model, torch.randn(4, 3).to(model[0].weight))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 7, 4100])
+def test_of_any_two_samples_a_run_keeps_the_first_and_replaces_the_second(samples: int) -> None:
+    kept = torch.stack(kept_samples(samples, torch.Generator())).float()
+    assert torch.equal(kept.T @ (1 - kept) == 0, torch.eye(samples, dtype=torch.bool))

@@ -47,10 +47,7 @@ def square_text(samples: int) -> dict[str, Tensor]:
 
 
 def masked_text(samples: int) -> dict[str, Tensor]:
-    return {
-        "input_ids": words(samples),
-        "attention_mask": (torch.arange(6) < 6 - torch.arange(samples)[:, None] % 3).long(),
-    }
+    return {"input_ids": words(samples), "attention_mask": (torch.arange(6) < 6 - torch.arange(samples)[:, None] % 3).long()}
 
 
 def pairs(samples: int) -> dict[str, Tensor]:

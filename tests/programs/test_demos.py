@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_script
-from processes import Both
+from processes import Both, run_script
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "docs" / "examples"

@@ -1,6 +1,8 @@
 """Programs whose graph is out of the ordinary: other precisions, kinds of nodes, functions of the user's own, and what the
 user's own backward pass needs of them afterwards."""
 
+from __future__ import annotations
+
 from typing import Any, ClassVar
 
 import pytest
@@ -9,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from nets import Multiply
 from oracle import squares
-from rarely import crossed
+from rarely import crossed, rarely
+from steps import check_batches
 from torch import Tensor
 from twin import Bare, check_refused, check_right
 
@@ -241,3 +244,52 @@ def test_a_batch_without_gradients() -> None:
     model, factors = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (1.0, 0.0, 1.0, 1.0)
     batches = [(torch.randn(5, 5, 8), factor) for factor in factors]
     check_right(model, *batches, run=lambda m, x, factor: squares(m(x).transpose(0, 1)) * factor)
+
+
+# Graphs deeper than Python's stack
+
+
+CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell}
+
+
+def unrolled(kind: str, chosen: bool = False) -> nn.Module:
+    """A cell, or a Linear, in a loop.  N T 2 -> N 2    chosen: takes the samples in an order that values decide"""
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        x = x[order] if chosen else x
+        h = c = torch.zeros_like(x[:, 0])
+        for xt in x.unbind(1):
+            if kind == "lstm":
+                h, c = m.cell(xt, (h, c))
+            else:
+                h = m.cell(xt, h) if kind in CELLS else torch.tanh(m.cell(h) + xt)
+        return m.out(h)[order.argsort()] if chosen else m.out(h)
+
+    return Bare(run, cell=CELLS.get(kind, nn.Linear)(2, 2), out=nn.Linear(2, 2))
+
+
+def residual(depth: int) -> nn.Module:
+    """A Linear and a bare scale in each block.  N T 2 -> N 2, of the first position"""
+
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        x = x[:, 0]
+        for layer, scale in zip(m.layers, m.scales):
+            x = x + scale * torch.tanh(layer(x))
+        return x
+
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(depth)])
+    return Bare(run, layers=layers, scales=nn.ParameterList([torch.full((2,), 0.1) for _ in range(depth)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chosen", "steps"),
+    [
+        *(("gru", False, 130), ("linear", False, 420)),
+        *rarely(("linear", True, 420), *((kind, False, 2000) for kind in (*CELLS, "linear", "residual"))),
+    ],
+)
+def test_unrolled_cells(kind: str, chosen: bool, steps: int) -> None:
+    torch.manual_seed(0)
+    model = residual(steps) if kind == "residual" else unrolled(kind, chosen)
+    check_batches(model.double(), torch.randn(3, steps, 2, dtype=torch.float64))

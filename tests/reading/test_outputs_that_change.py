@@ -134,11 +134,11 @@ def test_what_is_believed_does_not_depend_on_earlier_forwards(first: Any, begins
 @pytest.mark.parametrize("label", [At(0), At(1), At(0, 1, 5), At(1, 5, 1), At(0, 5, 2)])
 def test_a_layout_has_the_samples_where_its_label_has_them(label: At) -> None:
     shape = [label.outer * 3 * label.inner if axis == label.dim else 2 for axis in (0, 1)]
-    layout, whose = layout_of(label, shape, 3), entries(label, shape, 3).expand(shape)
+    layout, whose = layout_of(label), entries(label, shape, 3).expand(shape)
     if min(label.outer, label.inner) > 1:
         assert layout is None
         return
     assert layout is not None
     assert label_of(layout, shape, 3) == label
     assert [set(own.flatten().tolist()) for own in layout.samples_first(whose, 3)] == [{0}, {1}, {2}]
-    assert layout_of(Entries(whose), shape, 3) is None
+    assert layout_of(Entries(whose)) is None

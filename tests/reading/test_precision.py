@@ -1,7 +1,6 @@
 """Precisions, autocast, scalers, inference mode, and devices without memory."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,32 +22,26 @@ def scaled() -> nn.Module:
     )  # fmt: skip
 
 
-def solved() -> nn.Module:
-    """A node that is asked, of what autocast makes of a parameter."""
-    return Bare(lambda m, x: torch.linalg.solve(m.a @ m.a.mT + torch.eye(3), x.mean(1).mT).mT, a=torch.randn(3, 3))
+# A node that is asked, of what autocast makes of a parameter; a parameter in half precision that meets complex numbers.
+CAST = {
+    "scaled": scaled,
+    "solved": lambda: Bare(lambda m, x: torch.linalg.solve(m.a @ m.a.T + torch.eye(3), x.mean(1).T).T, a=torch.randn(3, 3)),
+    "filtered": lambda: Bare(
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * m.f, n=5, dim=1), f=torch.randn(3, 3).bfloat16()
+    ),
+}
 
 
-def filtered() -> nn.Module:
-    """A parameter in half precision meets complex numbers."""
-    return Bare(lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * m.f, n=5, dim=1), f=torch.randn(3, 3).bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("make", "context"),
-    [
-        (scaled, torch.autocast("cpu", torch.float16)),
-        *[(make, torch.autocast("cpu", torch.bfloat16)) for make in (scaled, solved, filtered)],
-    ],
-)
-def test_autocast_around_rules_and_replays(make: Callable[[], nn.Module], context: torch.autocast) -> None:
-    model = make()
+@pytest.mark.parametrize(("name", "dtype"), [("scaled", torch.float16), *((name, torch.bfloat16) for name in CAST)])
+def test_autocast_around_rules_and_replays(name: str, dtype: torch.dtype) -> None:
+    model, context = CAST[name](), torch.autocast("cpu", dtype)
     for _ in steps_of(model, [(torch.randn(4, 5, 3),)] * 2, context=context):
         autograd_hacks.compute_grad1(model)
         for p in model.parameters():
             assert p.grad1.dtype == p.dtype
             assert_close(p.grad1.mean(0), p.grad, rtol=0.05, atol=0.05 * float(p.grad.abs().max()))
     with context:  # the probe must not leave weights without gradients in autocast's memory
-        fresh = make()
+        fresh = CAST[name]()
         with autograd_hacks.add_hooks(fresh):
             squares(fresh(torch.randn(4, 5, 3)).float()).mean().backward()
             assert all(p.grad is not None for p in fresh.parameters())

@@ -81,9 +81,7 @@ def test_no_verb_takes_more_than_its_budget(
     assert samples * numbers > max_bytes + small  # which J written out would take
     grads = grads.preconditioned(metric) if in_metric else grads
     v, w = {name: torch.randn(form.shape) for name, form in grads.items()}, torch.rand(3, samples)
-    several: list[tuple[str, int, Callable[[], object]]] = [
-        ("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, max_bytes)),
-    ]
+    several = [("weighted_sum", 3 * numbers, lambda: grads.weighted_sum(w, max_bytes))] * (not in_metric)
     for what, result, verb in [
         ("norms", 0, lambda: grads.norms(max_bytes=max_bytes)),
         ("dot", 0, lambda: grads.dot(v, max_bytes)),
@@ -94,7 +92,7 @@ def test_no_verb_takes_more_than_its_budget(
         ("reduce", numbers, lambda: grads.reduce(lambda g: g.abs().clamp(max=1).sqrt(), max_bytes)),
         ("project", 0, lambda: grads.project(8, max_bytes=max_bytes)),
         ("project, sparse", 0, lambda: grads.project(64, max_bytes=max_bytes, kind="sjlt")),
-        *(several if not in_metric else []),
+        *several,
     ]:
         with at_most(max_bytes + result + small, what):
             verb()
@@ -169,38 +167,21 @@ def deep() -> nn.Module:
     return Bare(forward, blocks=nn.ModuleList(blocks))
 
 
-def most(step: Callable[[], object]) -> float:
-    """MiB at the most in a third step."""
-    for _ in range(2):
-        step()
-    with Held() as held:
-        kept = step()
-    assert kept is not None
-    return held.most / 2**20
-
-
-def ways() -> dict[str, float]:
-    """{way: MiB at the most}"""
-    torch.manual_seed(0)
-    base, x = deep(), torch.randn(16, 32, 64, requires_grad=True)
-    models = {way: copy.deepcopy(base) for way in ("plain", "hooks", "streaming")}
-    for way in ("hooks", "streaming"):
-        autograd_hacks.add_hooks(models[way])
-
-    def step(way: str) -> object:
-        model = models[way]
-        model.zero_grad()
-        around: Any = autograd_hacks.during_backward(model, "norms") if way == "streaming" else nullcontext()
-        with around as streamed:
-            model(x).square().flatten(1).mean(1).mean().backward()
-        if way == "hooks":
-            return autograd_hacks.per_sample_grads(model).norms()
-        return streamed.norms if way == "streaming" else True
-
-    return {way: most(lambda way=way: step(way)) for way in models}
-
-
 def test_what_checkpointing_has_freed_stays_freed_where_norms_are_taken_on_the_way() -> None:
-    peaks = ways()
+    torch.manual_seed(0)
+    base, x, peaks = deep(), torch.randn(16, 32, 64, requires_grad=True), dict[str, int]()
+    for way in ("plain", "hooks", "streaming"):
+        model = copy.deepcopy(base)
+        if way != "plain":
+            autograd_hacks.add_hooks(model)
+        for _ in range(3):
+            model.zero_grad()
+            around: Any = autograd_hacks.during_backward(model, "norms") if way == "streaming" else nullcontext()
+            with Held() as held:
+                with around:
+                    model(x).square().flatten(1).mean(1).mean().backward()
+                kept = autograd_hacks.per_sample_grads(model).norms() if way == "hooks" else None
+        peaks[way] = held.most
+    assert kept is None
     assert peaks["hooks"] > 4 * peaks["plain"]
     assert peaks["streaming"] < 0.6 * peaks["hooks"]  # the hooks keep the layers' inputs from the forward on

@@ -237,9 +237,7 @@ def test_other_data_in_another_order_each_time(net: nn.Module, max_bytes: int) -
     def over(size: int, **options: Any) -> None:
         autograd_hacks.over(net, X.split(size), loss, PerSampleGrads.gram, against=shuffled, **options)
 
-    check_each(
-        (ValueError, "or another order; it must not shuffle", lambda: over(2, max_bytes=max_bytes)),
-    )
+    check_each((ValueError, "or another order; it must not shuffle", lambda: over(2, max_bytes=max_bytes)))
 
 
 def test_a_loader_that_shuffles_is_warned_of(net: nn.Module) -> None:
