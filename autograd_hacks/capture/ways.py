@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
 from autograd_hacks.formulas.met import Kept
-from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, multiplied
+from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, rows_of
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
 from autograd_hacks.support.sweep import factor_of, outside_passes
 from autograd_hacks.support.trees import overwritten_in
@@ -64,12 +64,10 @@ class Way(NamedTuple):
         kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
         others = dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
-        if others and torch.is_grad_enabled():
-            return None
         factors = outside_passes(lambda: {k: factor_of(nodes[k]) for k in others}) if others else {}
         for turn, step in zip(self.turns, self.steps):
             if (factor := factors.get(turn.node)) is not None:
-                step = partial(multiplied, factor=factor)
+                step = partial(_multiplied, factor)
             if step is None:
                 before = turn.before
                 make = STEPS.get(before.kind)
@@ -111,6 +109,10 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
     moving = VIEWS.keys() - {"ToCopyBackward0"}
     computing = tuple([k for k, x in enumerate(order) if x not in leaves and x.name() not in moving])
     return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
+
+
+def _multiplied(factor: Tensor, form: Form) -> Form:
+    return Dense(rows_of(form).reshape(form.samples, *factor.shape) * factor)
 
 
 def _nothing(name: str) -> Any:

@@ -83,11 +83,6 @@ def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
     return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
 
 
-def multiplied(form: Form, factor: Tensor) -> Form:
-    """The rows, in the factor's shape, times it."""
-    return Dense(rows_of(form).reshape(form.samples, *factor.shape) * factor)
-
-
 def _swap(b: Before) -> Step:
     dims = (0, 1) if b.kind == "TBackward0" else (b.axis("dim0"), b.axis("dim1"))
     return partial(transposed, dims=dims, shape=b.shape)

@@ -149,9 +149,9 @@ class Reader:
             inside = [k for k in map(number.get, nodes) if k is not None]
             # One sample's gradient comes to its parameters unsummed, so that of other uses with it.
             of_one = any(own[k] and isinstance(label, Owned) for k in inside for label in self.walk.labels[k])
-            if is_fed(noted, self.taken[n]) and not (of_one and self._is_used_outside(noted, inside)):
+            if is_fed(noted, self.taken[n]) and not (of_one and self._is_used_outside(noted, inside, of_one)):
                 continue
-            if has_formulas(noted, inside, self.trace, self.walk) or self._is_used_outside(noted, inside):
+            if has_formulas(noted, inside, self.trace, self.walk) or self._is_used_outside(noted, inside, of_one):
                 apart.add(n)
             elif not is_recomputed(noted, nodes):
                 unsure.update(noted.call.known.names)
@@ -178,11 +178,12 @@ class Reader:
             found.setdefault(k, []).append((-1, 0, number))
         return found
 
-    def _is_used_outside(self, noted: Noted, inside: Collection[int]) -> bool:
+    def _is_used_outside(self, noted: Noted, inside: Collection[int], of_one: bool) -> bool:
         """Whether a call's inner values are used outside of it, by a derivative that the forward takes.
 
         Its rule doesn't see these uses, so its nodes give the rows."""
-        made = (k for k in inside if not self.walk.of_parameters[k])  # of parameters alone it makes what has uses of its own
+        # Of parameters alone it makes what has uses of its own, where samples' gradients are summed.
+        made = (k for k in inside if of_one or not self.walk.of_parameters[k])
         used = {(k, at) for k in made for j, _, at in self.takers.get(k, ()) if j >= 0 and j not in inside}
         return not used <= {(self.number.get(node), hook.number) for node, hook in noted.hooks}
 

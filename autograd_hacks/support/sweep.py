@@ -262,13 +262,12 @@ def by_node(
     return every[:samples]
 
 
-@torch.no_grad()
 def factor_of(node: Any) -> Tensor | None:
     """What a node multiplies each entry of a gradient by, as an activation does, in the shape of its only input.
 
     None if it does anything else: what it makes of random numbers isn't their product with what it makes of ones.
     """
-    if len(node.next_functions) != 1 or len(made(node)) != 1 or not is_plain(node):
+    if torch.is_grad_enabled() or len(node.next_functions) != 1 or len(made(node)) != 1 or not is_plain(node):
         return None
     like, value = made(node)[0], Value(*node.next_functions[0])
     ones = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
