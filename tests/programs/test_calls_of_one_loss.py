@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import Rows, assert_rows, joined, squares
+from oracle import Rows, assert_rows, joined, one_backward_per_sample, squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
 from torch import Tensor
@@ -23,8 +23,7 @@ from autograd_hacks.errors import SamplesMixed
 Program = Callable[["Net", Tensor], Tensor]
 
 
-HELD: dict[str, Tensor] = {}
-"""Where calls keep a state that no module holds."""
+HELD: dict[str, Tensor] = {}  # where calls keep a state that no module holds
 
 
 class Net(nn.Module):
@@ -47,10 +46,6 @@ class Net(nn.Module):
             return self.second(h), h
         if what == "decode":
             return self.last(sum(self.before(x) * (k + 1) for k, x in enumerate(xs)).tanh())
-        if what == "spike":
-            h = self.first(xs[0])
-            self.state = h if self.state is None else 0.5 * self.state + h
-            return self.last(self.state.tanh())
         if what == "hold":
             HELD["state"] = h = self.first(xs[0]).tanh() + self.second(HELD.get("state", xs[0])) / 2
             return self.last(h.sin())
@@ -90,11 +85,6 @@ def cycle(net: Net, x: Tensor) -> Tensor:
     return squares(y - x) + squares(net(y, what="encode") - z)
 
 
-def spikes(net: Net, x: Tensor) -> Tensor:
-    net.state = None
-    return squares(sum(net(x * t, what="spike") for t in (1, 2, 3)))
-
-
 def held(net: Net, x: Tensor, *reads: int) -> Tensor:
     """The state is elsewhere, the loop replaces it, and the loss reads these calls."""
     HELD.clear()
@@ -115,22 +105,13 @@ def kept_weight(net: Net, x: Tensor) -> Tensor:
     return squares(net(x, what="weights")) + squares(net(x + 1, what="weights"))
 
 
-PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, spikes, cached, kept_weight)} | {
+PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, cached, kept_weight)} | {
     f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]
 }
 
 
 def rows_of(net: Net, program: Program, x: Tensor) -> Rows:
-    """Each sample alone through a copy without hooks."""
-    found: dict[str, list[Tensor]] = {name: [] for name, _ in net.named_parameters()}
-    for n in range(len(x)):
-        alone = Net().double()
-        alone.load_state_dict(net.state_dict())
-        alone.unhooked = net.unhooked
-        grads = torch.autograd.grad(program(alone, x[n : n + 1]).sum(), [*alone.parameters()], allow_unused=True)
-        for (name, p), g in zip(alone.named_parameters(), grads):
-            found[name].append(torch.zeros_like(p) if g is None else g)
-    return {name: torch.stack(own) if any(g.any() for g in own) else None for name, own in found.items()}
+    return one_backward_per_sample(net, Tensor.flatten, x, run=partial(program, net))
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -141,10 +122,10 @@ def test_rows_and_sums_while_the_pass_runs(name: str, param_grad: bool) -> None:
         # What modules keep is refused where it may be samples' and weights' by its sizes.
         for step, samples in enumerate((3, 3, 3, 3) if name == "kept_weight" else (3, 3, 1, 4, 4, 4)):
             x = torch.randn(samples, 4, dtype=torch.float64)
-            net.unhooked[0].zero_grad()
             with autograd_hacks.pause_hooks():
                 rows, of_other = rows_of(net, program, x), net.unhooked[0].weight
                 (other,) = torch.autograd.grad(program(net, x).mean(), of_other, allow_unused=True)
+            net.unhooked[0].zero_grad()
             if step % 2:
                 w = torch.rand(samples, dtype=torch.float64)
                 with autograd_hacks.during_backward(net, "norms", weights=w) as found:
