@@ -439,7 +439,7 @@ class _Reading:
                 axes = before or frozenset([max(range(len(shape)), key=lambda d: (shape[d], d))])
             loose[number] = frozenset(d for d in axes if shape[d] != self.samples or label != At(d))
         lengths = {self.shapes[n][d] for n, own in loose.items() for d in own} - {self.samples}
-        places = Places(loose, lengths, self._is_reached)
+        places = Places(loose, lengths, self._is_reached, self.samples)
         places.origins.update((n, frozenset([n])) for n in loose if not self.tape.sources[n].dtype.is_floating_point)
         places.uniform.update(n for n, shape in self.shapes.items() if prod(shape) == 1)
         for k, call in enumerate(self._calls(0)):

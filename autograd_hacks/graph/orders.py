@@ -109,6 +109,6 @@ class Order(Places):
             raise Unshown(f"{step.name} puts entries that are in an order among others that aren't")
         return set(own[0]) | (set(to) - d if "scatter" in step.name else set())
 
-    def _check_index(self, index: int | None, is_loose: bool, shape: Shape, d: int) -> None:
+    def _check_index(self, index: int | None, is_loose: bool, shape: Shape, d: int, of_batch: bool = False) -> None:
         if index is not None and bool(self.origins.get(index)) is not is_loose:
             raise Unshown(f"a place in an order is looked up along axis {d} of shape {tuple(shape)}, which isn't in it")

@@ -23,18 +23,17 @@ _RESHAPING = frozenset("view _unsafe_view _reshape_alias reshape unflatten flatt
 CARRIED = frozenset("clone copy cat stack _to_copy expand permute transpose squeeze unsqueeze alias detach flip".split())  # noqa: SIM905
 NUMBER = "a number"
 """The kind of a number that an operation gets."""
+_OF_SAMPLES = "an index of samples"
 _ALONG = "dim dims dimension".split()  # noqa: SIM905
 
 
 def is_ragged(tape: Tape) -> bool:
     """Whether values say how long an axis of some tensor is."""
-    for entry in tape.entries:
-        name = operation(entry.func).name
-        if name in RAGGED:
-            return True
-        if name == "index" and any(tape.read[x[0]][0].dtype in MASKS for x in entry.args[1] if x is not None):
-            return True
-    return False
+    return any(
+        (name := operation(entry.func).name) in RAGGED
+        or (name == "index" and any(tape.read[x[0]][0].dtype in MASKS for x in entry.args[1] if x is not None))
+        for entry in tape.entries
+    )
 
 
 def numbers(tape: Tape) -> set[Site]:
@@ -72,12 +71,17 @@ class Places:
     is_strict = True  # whether no part of such an axis may be taken
 
     def __init__(
-        self, loose: dict[int, frozenset[int]], lengths: Collection[int], is_reached: Callable[[int], bool]
+        self,
+        loose: dict[int, frozenset[int]],
+        lengths: Collection[int],
+        is_reached: Callable[[int], bool],
+        samples: int = -1,
     ) -> None:
-        self.loose, self.is_reached, self.lengths = loose, is_reached, lengths
+        self.loose, self.is_reached, self.lengths, self.samples = loose, is_reached, lengths, samples
         self.uniform, self.counting = set[int](), set[int]()  # alike at all places; each place's own number
         self.origins: dict[int, frozenset[int]] = {}  # by the number of whole numbers, those that they were taken from
-        self.pointers = set[int]()  # those that point to places along such an axis
+        # Those that point to places along such an axis, and those that point to samples or are places.
+        self.pointers, self.of_samples = set[int](), set[int]()
         self.uses: list[tuple[str, int]] = []  # where whole numbers are used as values
 
     def pass_(self, step: Step, ins: Sequence[int | None], outs: Sequence[int]) -> None:
@@ -106,9 +110,12 @@ class Places:
     def _note_uses(self, step: Step, ins: Sequence[int | None], outs: Sequence[int]) -> None:
         """Notes which whole numbers are taken along, and which are used as values."""
         own = [self.origins.get(n, frozenset()) if n is not None else frozenset() for n in ins]
-        first = 1 if step.operation.read and step.name not in ("nonzero", "bincount") else 0  # others are indices
-        if step.name in CARRIED or step.operation.read or step.operation.makes_view:
-            given = own[:1] if first else own
+        if step.name in ("nonzero", "repeat_interleave") and self.is_strict and self.origins:
+            self.origins.update((n, frozenset([n])) for n in outs)
+            self.of_samples.update(outs)
+        elif step.name in CARRIED or step.operation.read or step.operation.makes_view:
+            are_counts = step.name == "bincount" and self.is_strict  # which are no places
+            given = [] if are_counts else own[:1] if step.operation.read else own  # others are indices
             self.origins.update((n, frozenset().union(*given)) for n in outs if any(given))
         elif not (step.name in ("eq", "ne") and all(own)):
             self.uses += [(step.name, origin) for origins in own for origin in origins]
@@ -116,7 +123,7 @@ class Places:
     def check_uses(self) -> None:
         """Raises Unshown if where an index points to is a value of anything."""
         for name, origin in self.uses:
-            if origin in self.pointers:
+            if origin in self.pointers or (origin in self.of_samples and name != _OF_SAMPLES):
                 raise Unshown(f"{name} computes with an index, whose values depend on how many entries other samples have")
 
     def _through(self, step: Step, ins: Sequence[int | None], o: int) -> set[int]:
@@ -158,40 +165,42 @@ class Places:
 
     def _chosen(self, step: Step, ins: Sequence[int | None], own: Sequence[frozenset[int]]) -> set[int]:
         """Of what an index or a mask chooses, or writes."""
-        name, out = step.name, step.outs[0] or ()
+        name, out, shape = step.name, step.outs[0] or (), step.ins[0] or ()
         if name in ("bincount", "_embedding_bag", "_embedding_bag_forward_only"):
             return set()
         if name.startswith(("index_add", "index_copy", "index_reduce", "scatter", "masked_scatter")) or "index_put" in name:
-            by_index = name.startswith(("index_add", "index_copy", "index_reduce", "scatter"))
-            self._check_index(ins[1], bool(own[0]) or not by_index, step.ins[0] or (), step.given.get("dim", 0))
+            by_index, d = not (name.startswith("masked") or "index_put" in name), axis(step.given.get("dim", 0), len(shape))
+            self._check_index(ins[1], bool(own[0]) or not by_index, shape, d, by_index)
             return set(own[0])
         if name == "index_select" or name == "gather":
             d = axis(step.given["dim"], len(out))
-            self._check_index(ins[1], d in own[0], step.ins[0] or (), d)
+            self._check_index(ins[1], d in own[0], shape, d, self.is_reached(ins[0] or 0))
             return (set(own[0]) - {d}) | ({d} if own[1] and name == "index_select" else set(own[1]))
         if name == "embedding":
-            self._check_index(ins[1], 0 in own[0], step.ins[0] or (), 0)
+            self._check_index(ins[1], 0 in own[0], shape, 0, self.is_reached(ins[0] or 0))
             return set(own[1])
-        by, d = Indexed(step.values, step.ins[0] or ()), 0
+        by, d = Indexed(step.values, shape), 0
         found = {by.place_of(e) for e in own[0] if e not in by.dims}
         for n, x, axes in zip(ins[1:], step.values, own[1:]):
             is_mask = x is not None and x.dtype in MASKS
             if x is not None and not is_mask:
-                self._check_index(n, d in own[0], step.ins[0] or (), d)
+                self._check_index(n, d in own[0], shape, d, self.is_reached(ins[0] or 0))
                 found |= {by.start + by.axes - x.ndim + e for e in axes}
             if is_mask:
                 found.add(by.start)
             d += x.ndim if is_mask else 1
         return found
 
-    def _check_index(self, index: int | None, is_loose: bool, shape: Shape, d: int) -> None:
+    def _check_index(self, index: int | None, is_loose: bool, shape: Shape, d: int, of_batch: bool = False) -> None:
         if index is None:
             return
         origins = self.origins.get(index, frozenset())
         if is_loose:
             self.pointers |= origins
         else:
-            self.uses += [("an index of another axis", origin) for origin in origins]
+            is_of_samples = of_batch and shape[d] == self.samples  # whose places depend on other samples, too
+            self.of_samples |= origins if is_of_samples else frozenset()
+            self.uses += [(_OF_SAMPLES if is_of_samples else "an index of another axis", origin) for origin in origins]
         if is_loose and not self.is_reached(index) and index not in self.counting:
             raise Unshown(f"an index that is the same for all batches chooses from axis {d} of shape {tuple(shape)}")
 

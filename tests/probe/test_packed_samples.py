@@ -77,6 +77,10 @@ def by_count(h: Tensor, e: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.bincount(e[1], minlength=len(h)))
 
 
+def above(h: Tensor) -> Tensor:
+    return (h[:, 0] > 0).nonzero()[:, 0]
+
+
 APART: dict[str, Callable[..., Tensor]] = {
     "sums": lambda m, h, e, g, n: pooled(h, g, n),
     "means of neighbours": lambda m, h, e, g, n: mean_of(h + passed(h, e).relu(), g, n),
@@ -85,6 +89,8 @@ APART: dict[str, Callable[..., Tensor]] = {
     "a node among its neighbours": lambda m, h, e, g, n: mean_of(
         passed(h, torch.cat([e, torch.arange(len(h)).expand(2, -1)], 1)), g, n
     ),
+    "chosen nodes": lambda m, h, e, g, n: pooled(h, g, n) + pooled(h[at := above(h)], g[at], n),
+    "sizes": lambda m, h, e, g, n: pooled(h, torch.repeat_interleave(own := torch.bincount(g)), n) / own[:, None],
     "the largest": lambda m, h, e, g, n: h.new_full((n, WIDTH), -1e9).scatter_reduce(0, g[:, None].expand(-1, 4), h, "amax"),
     "a norm of each graph": lambda m, h, e, g, n: mean_of((h - mean_of(h, g, n)[g]).square(), g, n),
     "a norm of nodes": lambda m, h, e, g, n: mean_of(F.layer_norm(h, (WIDTH,)), g, n),
@@ -109,6 +115,14 @@ MIXED: dict[str, Callable[..., Tensor]] = {
     "given nodes along axis 1": lambda m, h, e, g, n: pooled(h, g, n) + h.detach().T[:, torch.tensor([0, 7, 12, 18])].T,
     "graphs in another order": lambda m, h, e, g, n: pooled(h, n - 1 - g, n),
     "what an index points to": lambda m, h, e, g, n: pooled(h, g, n) + pooled(e[0, :, None] * h.new_ones(4), g[e[0]], n),
+    "which graph it is": lambda m, h, e, g, n: pooled(h * (1 - 2 * (g % 2))[:, None], g, n),
+    "the same, by a scatter": lambda m, h, e, g, n: h.new_zeros(4, n).scatter_add(1, g.expand(4, -1), (h * g[:, None]).T).T,
+    "a table by graphs": lambda m, h, e, g, n: pooled(h + F.embedding(g, m.places[:n]), g, n),
+    "numbers of nodes": lambda m, h, e, g, n: pooled(h + passed(h, e, by_count(h, e)), g, n),
+    "numbers of chosen nodes": lambda m, h, e, g, n: pooled(h[at := above(h)] * at[:, None], g[at], n),
+    "which graph a counted node is of": lambda m, h, e, g, n: mean_of(
+        h * (own := torch.repeat_interleave(torch.bincount(g)))[:, None], own, n
+    ),
     "statistics of the batch": lambda m, h, e, g, n: pooled(h * F.batch_norm(h.detach(), None, None, training=True), g, n),
     "sorted graphs": lambda m, h, e, g, n: pooled(h, g, n) + pooled(h, g, n).detach().sort(0).values,
 }
@@ -267,7 +281,7 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
     "a loop": lambda h: torch.stack([*h]),
     "strided": lambda h: h.contiguous().as_strided((6, WIDTH), (WIDTH, 1)),
     "losses of classes": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH, reduction="none")[:, None] * h,
-    "routed": lambda h: h.new_zeros(h.shape).index_add(0, *_above(h)),
+    "routed": lambda h: h.new_zeros(h.shape).index_add(0, above(h), h[above(h)]),
 }
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean": lambda h: h - h.mean(0),
@@ -279,8 +293,8 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest": lambda h: h / h.abs().amax(),
     "a product of samples": lambda h: h @ h.T @ h,
     "ranks": lambda h: h[h[:, 0].argsort().argsort()],
-    "the first of those routed": lambda h: h + _above(h)[1][:1].sum(0),
-    "how many were routed": lambda h: h * len(_above(h)[0]),
+    "the first of those routed": lambda h: h + h[above(h)][:1].sum(0),
+    "how many were routed": lambda h: h * len(above(h)),
     "one for all": lambda h: h[:1].expand_as(h) + h,
     "the first, strided": lambda h: h.contiguous().as_strided((6, WIDTH), (0, 1)),
     "a loss of all": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH) * h,
@@ -291,11 +305,6 @@ def _put(h: Tensor, write: Callable[[Tensor], object]) -> Tensor:
     out = h.clone()
     write(out)
     return out
-
-
-def _above(h: Tensor) -> tuple[Tensor, Tensor]:
-    at = (h[:, 0] > 0).nonzero()[:, 0]
-    return at, h[at]
 
 
 def shown(steps: Sequence[Callable[[Tensor], Tensor]]) -> tuple[list[bool], Net]:
