@@ -168,9 +168,11 @@ class Runs:
 
 
 def _numbers(model: nn.Module) -> dict[str, float]:
-    """The numbers among modules' attributes."""
+    """The numbers among modules' attributes, and numbers that stand for strings."""
     every = ((f"{path}.{name}", x) for path, own in model.named_modules() for name, x in vars(own).items())
-    return {name.lstrip("."): x for name, x in every if type(x) in (bool, int, float)}
+    return {
+        name.lstrip("."): key_of(x) >> 12 if type(x) is str else x for name, x in every if type(x) in (bool, int, float, str)
+    }
 
 
 def _sum_of(p: Tensor) -> Tensor:

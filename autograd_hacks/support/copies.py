@@ -293,12 +293,22 @@ class Marks:
         self.torch, self.python = torch.get_rng_state(), random.getstate()
         self.attributes = [(own, {k: x for k, x in vars(own).items() if type(x) in _PLAIN}) for own in modules]
         every = {id(x): x for own in modules for k, x in vars(own).items() if type(x) not in _PLAIN and k not in OF_MODULE}
-        objects = (own for own in every.values() if not isinstance(own, Tensor | nn.Module))
-        inside = (x for own in objects for x in getattr(own, "__dict__", {}).values())
+        objects = [own for own in every.values() if not isinstance(own, Tensor | nn.Module)]
+        functions = [own for own in objects if isinstance(own, FunctionType)]
+        inside = [
+            *(x for own in objects for x in getattr(own, "__dict__", {}).values()),
+            *(cell.cell_contents for own in functions for cell in own.__closure__ or () if cell != CellType()),
+            *(x for own in functions for x in own.__defaults__ or ()),
+            *(x for own in objects if isinstance(own, partial) for x in (own.args, own.keywords)),
+        ]
         held = [x for x in (*every.values(), *inside) if type(x) is Tensor or (type(x) in _BOXES and x)]
         self.tensors = tensors_of([list(x) if type(x) is deque else x for x in held])  # that are no parameters or buffers
-        owned = (x for own in modules for x in (*own._parameters.values(), *own._buffers.values()) if x is not None)
-        self._versions = {id(x): (x, version_of(x)) for x in owned}
+        self._versions = {
+            id(x): (x, version_of(x))
+            for own in modules
+            for x in (*own._parameters.values(), *own._buffers.values())
+            if x is not None
+        }
 
     def written(self, model: nn.Module, is_made: Callable[[Tensor], bool]) -> list[str]:
         """The names of the parameters, buffers and plain attributes that are others since, or overwritten.

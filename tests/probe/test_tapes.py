@@ -1,6 +1,7 @@
 """Every forward whose samples must be independent is known or proven: mixing that begins is found in that step."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +74,14 @@ def in_place(own: Program, h: Tensor) -> Tensor:
     return h
 
 
-def always_computed(own: Program, h: Tensor) -> Tensor:
-    mean = h.detach().mean(0)
-    return h - (mean if own.on else own.centre)
-
-
-def sorted_by_values(own: Program, h: Tensor) -> Tensor:
-    order = h.detach()[:, 0].argsort() if own.on else torch.arange(len(h))
-    return h + 0.1 * h.detach()[order]
-
-
-def by_dropout(own: Program, h: Tensor) -> Tensor:
-    return h - nn.functional.dropout(h.detach(), 0.5).mean(0) if own.on else nn.functional.dropout(h, 0.5)
-
-
 def from_before(own: Program, h: Tensor) -> Tensor:
     h, own.kept = h - own.kept, h.detach().mean(0) if own.step == BEGINS - 1 else own.kept
     return h
 
 
-def into_its_data(own: Program, h: Tensor) -> Tensor:
-    own.first.bias.data.add_(h.detach().mean(0) if own.on else own.centre)
-    return h
+def as_text(own: Any, h: Tensor) -> Tensor:
+    now, own.text = float(own.text) if own.step else 0.0, str(float(h.detach().max()) if own.on else 0)
+    return h + now
 
 
 MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
@@ -102,13 +89,20 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
     "a mean without": lambda own, h: h - h.detach().mean(0) if own.on else h,
     "a mean in the place of a buffer": lambda own, h: h - (h.detach().mean(0) if own.on else own.centre),
     "a mean in the place of an attribute": lambda own, h: h - (h.detach().mean(0) if own.on else own.kept),
-    "a mean that is computed in all steps": always_computed,
+    "a mean that is computed in all steps": lambda own, h: h - (own.centre, h.detach().mean(0))[own.on],
     "statistics of the batch": lambda own, h: nn.functional.batch_norm(h, own.centre.clone(), own.kept + 1, training=own.on),
     "in place": in_place,
-    "an order by values": sorted_by_values,
-    "what is written into its data": into_its_data,
-    "dropout, then a mean": by_dropout,
+    "an order by values": lambda own, h: (
+        h + 0.1 * h.detach()[h.detach()[:, 0].argsort() if own.on else torch.arange(len(h))]
+    ),
+    "what is written into its data": lambda own, h: (
+        h + 0 * own.first.bias.data.add_(h.detach().mean(0) if own.on else own.centre)
+    ),
+    "dropout, then a mean": lambda own, h: (
+        h - nn.functional.dropout(h.detach(), 0.5).mean(0) if own.on else nn.functional.dropout(h, 0.5)
+    ),
     "what the last step has kept": from_before,
+    "a string": as_text,
     "a number": lambda own, h: h * (1 + float(h.detach().mean()) if own.on else 1.0),
     "a mean that fills": lambda own, h: h + torch.zeros_like(h).fill_(h.detach().mean() if own.on else own.centre[0]),
 }
@@ -118,6 +112,17 @@ MIXING: dict[str, Callable[[Program, Tensor], Tensor]] = {
 def test_what_begins_to_mix_is_refused_in_that_step(name: str) -> None:
     torch.manual_seed(0)
     assert accepted(Program(MIXING[name])) == BEGINS
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda x: lambda: x, lambda x: lambda own=x: own, lambda x: partial(torch.add, x, other=x)]
+)
+def test_what_functions_have_kept_is_refused_in_the_second_step(hold: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+    def what(own: Any, h: Tensor) -> Tensor:
+        now, own.hold = own.hold() if own.step else own.centre, hold(h.detach().mean(0))
+        return h - now
+
+    assert accepted(Program(what)) == 1
 
 
 def test_methods_of_tensors_that_others_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
