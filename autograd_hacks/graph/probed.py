@@ -158,16 +158,15 @@ def _scaled(like: Any, label: Label, samples: int, number: int) -> Tensor:
 
 
 def _drawn(like: Any, turn: int = 0) -> Tensor:
-    """Random numbers of a shape.  turn: 1 for others than 0"""
+    """Random numbers of a shape.  turn: 1 for others than 0, also where the shapes differ"""
     count = math.prod(like.shape)
-    draws = _draws(2 << count.bit_length(), like.dtype, like.device)
-    return draws[turn * count :][:count].view(tuple(like.shape))
+    return _draws(1 << count.bit_length(), like.dtype, like.device, turn)[:count].view(tuple(like.shape))
 
 
-@lru_cache(maxsize=16)
-def _draws(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+@lru_cache(maxsize=32)
+def _draws(count: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Random numbers of absolute value 1 to 2."""
-    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    draws = torch.rand(count, dtype=dtype, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return torch.where(draws < 0.5, -1 - draws, draws + 1).to(device)
 
 

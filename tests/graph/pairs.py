@@ -64,6 +64,13 @@ def written(k: int) -> Tensor:
     return out
 
 
+def turned(k: int) -> Tensor:
+    """Written in an order, or in its inverse."""
+    whole = zeros(16, N)
+    whole[8:].view(2, 2, 2, N).permute(*((2, 0, 1, 3) if k else (1, 2, 0, 3))).copy_((leaf(8, N) * 1).view(2, 2, 2, N))
+    return whole[8:]
+
+
 def written_through_a_view(k: int) -> Tensor:
     whole = zeros(2 * N, N)
     whole[2 * k : 2 * k + N].copy_(h())
@@ -176,6 +183,7 @@ PAIRS: dict[str, tuple[Callable[[int], Tensor], int]] = {
     "adaptive_max_pool1d over samples": (
         lambda k: F.adaptive_max_pool1d(torch.cat([rising(k), rising(0)]).t()[None], 4), 2),
     "max_unpool1d": (lambda k: F.max_unpool1d(h()[None], order(k).expand(1, N, N), 1), 2),
+    "a write in an order or its inverse": (turned, 0),
     "windows": (lambda k: h().unfold(0, 1, 1)[..., 0], 0),
     "mm": (lambda k: eye(k) @ h(), 0),
     "mm by a folded matrix": (lambda k: eye(k, 8) @ (leaf(8, N) * 1), 0),
