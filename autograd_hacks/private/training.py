@@ -277,7 +277,7 @@ class PrivateTraining:
             raise RuntimeError("backward(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         record, leaves = recorder_of(self._model).record, leaves_of(losses) if isinstance(losses, Tensor) else []
         given = [x() for x in tree_leaves(record.arguments) if isinstance(x, weakref.ref)]
-        known = set(map(id, (*record.own_among(leaves), *self._model.parameters(), *given)))
+        known = set(map(id, (*record.own_among(leaves), *self._model.parameters(), *self._model.buffers(), *given)))
         if others := [tuple(leaf.shape) for leaf in leaves if id(leaf) not in known]:
             raise ValueError(
                 f"backward(): the losses use {len(others)} parameters outside of the attached model, of shapes "
