@@ -74,6 +74,9 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
     # Operations on lists of tensors return none, and count no version.
     on_lists = (entry for entry in tape.entries if entry.func._schema.is_mutable and not entry.outputs)
     same = {None, *tape.sources}.difference(n for entry in on_lists for n in numbers_of(entry))
+    for entry in tape.entries:  # a view of a whole tensor has its memory, shape and strides
+        if entry.func.is_view and same.issuperset(numbers_of(entry)):
+            same.update(n for n, *_ in entry.outputs)
     written = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
     found = [name for name in written if name not in recorder.record.gathered]  # shards are replaced while layers run
     if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):

@@ -144,6 +144,15 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
     assert refused == {"sizes alone": 0, "a loop": 0, "a branch": 2, "one size": 2}.get(how, 4)
 
 
+def test_a_view_of_a_whole_buffer_is_no_write() -> None:
+    """As transformers' models expand theirs for one sample."""
+    model: Any = Bare(lambda m, x: m.a(x) + m.table.expand(len(x), -1), a=nn.Linear(4, 3))
+    model.register_buffer("table", torch.ones(1, 3))
+    with autograd_hacks.add_hooks(model, independent=True):
+        backward(model, torch.randn(1, 4))
+        step(model)
+
+
 COUNTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda z, y: F.cross_entropy(z.mT, y),
     "smoothed": lambda z, y: F.cross_entropy(z.mT, y, label_smoothing=0.1),
