@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from one_graph import check, data
-from oracle import assert_rows, one_backward_per_sample, squares
+from mixing import data
+from oracle import assert_rows, one_backward_per_sample, rows_of_one_graph, squares
 from rarely import crossed
 from torch import Tensor
 from twin import Bare, check_refused, check_right
@@ -19,6 +19,22 @@ import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 
 pytestmark = pytest.mark.usefixtures("double")
+
+
+def check(model: nn.Module, losses: Callable[[], Tensor], by_losses: bool = False, **options: Any) -> None:
+    """Steps of a hooked model.  losses: runs the model, N    by_losses: whether backward is given all of them"""
+    with autograd_hacks.add_hooks(model, **options):
+        for _ in range(3):
+            model.zero_grad()
+            own = losses()
+            with autograd_hacks.pause_hooks():
+                expected = rows_of_one_graph(model, own)
+            autograd_hacks.backward(own) if by_losses else own.mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, expected)
+            for name, rows in expected.items():
+                if rows is not None:
+                    torch.testing.assert_close(model.get_parameter(name).grad, rows.mean(0))
 
 
 def weights() -> dict[str, Any]:
