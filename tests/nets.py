@@ -40,6 +40,11 @@ class Product(torch.autograd.Function):
         return g @ w, g.T @ x
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Around(nn.Module):
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -109,14 +114,10 @@ def tied() -> nn.Module:
     return Bare(lambda m, x: m.out(m.inside(m.inside(m.embed(x)).tanh()).relu_()), embed=embed, inside=inside, out=out)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
-        self.inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=self.reentrant))
+def checkpointed(reentrant: bool) -> nn.Module:
+    inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
+    how = lambda m, x: m.last(checkpoint(m.inside, m.first(x), use_reentrant=reentrant))  # noqa: E731
+    return Bare(how, first=nn.Linear(4, 4), last=nn.Linear(4, 2), inside=inside)
 
 
 def bare_vector() -> nn.Module:
@@ -158,7 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         vectors,
     ),
-    "checkpointed": (lambda: Checkpointed(False), vectors),
+    "checkpointed": (lambda: checkpointed(False), vectors),
     "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), bare_vector(), nn.Linear(4, 2)), vectors),
 }
 

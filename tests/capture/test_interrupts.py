@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Checkpointed, bare_vector, within
+from nets import bare_vector, checkpointed, within
 from oracle import squares
 from rarely import crossed, rarely
 from steps import alive, assert_right, batch, mlp
@@ -53,7 +53,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
     "lstm": lambda: within(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5), itemgetter(0)),
-    "checkpointed": lambda: Checkpointed(False),
+    "checkpointed": lambda: checkpointed(False),
     "watched": watched,
 }
 CASES = [(name, param_grad) for name in ZOO for param_grad in (True, False)]

@@ -1,6 +1,5 @@
 """Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,8 +9,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mixing import data
-from oracle import assert_rows, one_backward_per_sample, rows_of_one_graph, squares
+from oracle import assert_rows, rows_of_one_graph, squares
 from rarely import crossed
+from steps import check_batches
 from torch import Tensor
 from twin import Bare, check_refused, check_right
 
@@ -338,12 +338,4 @@ LEARNT: dict[str, Callable[[], nn.Module]] = {
 
 @crossed(what=LEARNT, param_grad=[True, False], sizes=[(1, 1, 1), (3, 1, 3, 1)])
 def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple[int, ...]) -> None:
-    model = LEARNT[what]()
-    plain = copy.deepcopy(model)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples in sizes:
-            x = data(samples, 5, 4)
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(plain, squares, x))
-            model.zero_grad()
+    check_batches(LEARNT[what](), *[data(samples, 5, 4) for samples in sizes], param_grad=param_grad)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from nets import bare_matrix, language, perceptron, words
+from nets import Doubled, bare_matrix, language, perceptron, words
 from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import assert_right, check_batches, check_hooked, check_losses
 from torch import Tensor
@@ -14,11 +14,6 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
 
 
 def patched() -> nn.Module:
