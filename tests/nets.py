@@ -1,6 +1,7 @@
 """Models that tests of several files share."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Product(torch.autograd.Function):
         return g @ w, g.T @ x
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Around(nn.Module):
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -61,26 +67,16 @@ class Patched(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
-class Noisy(nn.Module):
+def noisy(features: int) -> nn.Module:
     """Dropout between a bare parameter and the output, which no other run of one sample draws alike."""
-
-    def __init__(self, features: int = 3) -> None:
-        super().__init__()
-        self.scale, self.dropout = nn.Parameter(torch.randn(features)), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.dropout(x * self.scale).cumsum(1) * self.scale).tanh()
+    scale, drop = torch.randn(features), nn.Dropout(0.5)
+    return Bare(lambda m, x: (m.drop(x * m.scale).cumsum(1) * m.scale).tanh(), scale=scale, drop=drop)
 
 
-class Choosy(nn.Module):
+def choosy() -> nn.Module:
     """Control flow on values, which vmap can't follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([row * self.up if row.sum() > 0 else row * self.down for row in x])
+    up, down = torch.randn(3), torch.randn(3)
+    return Bare(lambda m, x: torch.stack([row * (m.up if row.sum() > 0 else m.down) for row in x]), up=up, down=down)
 
 
 class Scale(nn.Module):
@@ -95,69 +91,42 @@ class Scale(nn.Module):
         return x * self.scale + self.shift
 
 
-class Language(nn.Module):
+def language(words: int, width: int) -> nn.Module:
     """An Embedding that is tied to the last Linear."""
-
-    def __init__(self, words: int, width: int) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embed(x).cumsum(1).tanh())
+    embed, out = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    out.weight = embed.weight
+    return Bare(lambda m, x: m.out(m.embed(x).cumsum(1).tanh()), embed=embed, out=out)
 
 
-class BareMatrix(nn.Module):
+def bare_matrix(width: int) -> nn.Module:
     """A bare parameter, which only a replay covers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.token, self.inside = nn.Parameter(torch.randn(width, width)), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside((x @ self.token).tanh())
+    token, inside = torch.randn(width, width), nn.Linear(width, width)
+    return Bare(lambda m, x: m.inside((x @ m.token).tanh()), token=token, inside=inside)
 
 
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inside, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
-        self.out.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inside(self.inside(self.embed(x)).tanh()).relu_())
+def tied() -> nn.Module:
+    embed, inside, out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+    out.weight = embed.weight
+    return Bare(lambda m, x: m.out(m.inside(m.inside(m.embed(x)).tanh()).relu_()), embed=embed, inside=inside, out=out)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 2), reentrant
-        self.inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inside, self.first(x), use_reentrant=self.reentrant))
+def checkpointed(reentrant: bool) -> nn.Module:
+    inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.LayerNorm(4), nn.Linear(4, 4))
+    how = lambda m, x: m.last(checkpoint(m.inside, m.first(x), use_reentrant=reentrant))  # noqa: E731
+    return Bare(how, first=nn.Linear(4, 4), last=nn.Linear(4, 2), inside=inside)
 
 
-class BareVector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.inside = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x * self.token)
+def bare_vector() -> nn.Module:
+    return Bare(lambda m, x: m.inside(x * m.token), token=torch.randn(4), inside=nn.Linear(4, 4))
 
 
-class Last(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
+def within(layer: nn.Module, then: Callable[[Any], Any] = lambda out: out) -> nn.Module:
+    """A model of one layer.  then: makes the output of the layer's"""
+    return Bare(lambda m, *args, **named: then(m.layer(*args, **named)), layer=layer)
 
 
 def vectors() -> Tensor:
@@ -178,8 +147,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)),
         pictures,
     ),
-    "tied": (Tied, words),
-    "lstm": (lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)), vectors),
+    "tied": (tied, words),
+    "lstm": (lambda: within(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), itemgetter(0)), vectors),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0, batch_first=True), vectors),
     # From one sequence to another: each reads a slice of the projections' one weight.
     "crossed attention": (
@@ -190,18 +159,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         vectors,
     ),
-    "checkpointed": (lambda: Checkpointed(False), vectors),
-    "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), BareVector(), nn.Linear(4, 2)), vectors),
+    "checkpointed": (lambda: checkpointed(False), vectors),
+    "replayed": (lambda: nn.Sequential(nn.Linear(4, 4), bare_vector(), nn.Linear(4, 2)), vectors),
 }
-
-
-class Inside(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer(*args, **kwargs)
 
 
 class Between(nn.Module):

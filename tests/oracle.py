@@ -60,6 +60,11 @@ def one_loss_at_a_time(model: nn.Module, losses: Callable[[], Tensor]) -> Rows:
     return _rows(model, len(losses()), entry)
 
 
+def rows_of_one_graph(model: nn.Module, losses: Tensor) -> Rows:
+    """A backward pass from each of N losses through their very graph, which stays: for programs that can't be run twice."""
+    return _rows(model, len(losses), lambda n: losses[n], retain_graph=True)
+
+
 def joined(rows: Rows) -> Tensor:
     """J, N P, without the parameters that no loss reached."""
     return torch.cat([own[:, None].flatten(1) for own in rows.values() if own is not None], 1)
@@ -72,13 +77,13 @@ def clipped(rows: Rows, bound: float, divisor: float = 1.0) -> tuple[Tensor, dic
     return norms, {name: torch.tensordot(weights, own, 1) for name, own in rows.items() if own is not None}
 
 
-def _rows(model: nn.Module, samples: int, loss: Callable[[int], Tensor]) -> Rows:
+def _rows(model: nn.Module, samples: int, loss: Callable[[int], Tensor], retain_graph: bool = False) -> Rows:
     parameters = dict(model.named_parameters())
     kept = {name: p.grad for name, p in parameters.items()}
     grads: dict[str, list[Tensor | None]] = {name: [] for name, p in parameters.items() if p.requires_grad}
     for n in range(samples):
         model.zero_grad(set_to_none=True)
-        loss(n).backward()
+        loss(n).backward(retain_graph=retain_graph)
         for name, own in grads.items():
             own.append(parameters[name].grad)
     for name, p in parameters.items():

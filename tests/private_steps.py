@@ -2,13 +2,14 @@
 documentation's loop, with the same settings."""
 
 from collections.abc import Callable, Sequence
-from math import inf
+from hashlib import sha256
+from math import cos, inf, log, pi, sin, sqrt
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from counted import normals, secret, uniforms
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
@@ -20,6 +21,47 @@ SIZE, EXPECTED, BOUND, NOISE, LR = 30, 6, 0.5, 1.1, 0.3
 SEED = 0x5EED_5EED_5EED_5EED_5EED_5EED_5EED_5EED
 """Too long to be guessed, if it weren't written here."""
 STEPS = 5  # of an epoch
+
+
+# Random numbers of a secret, in Python's own numbers and by nothing of the package: a hash, Philox, Box and Muller's formula
+
+
+def words(counter: list[int], low: int, high: int) -> list[int]:
+    """Philox 4x32 with 10 rounds.  low, high: the key's words"""
+    a, b, c, d = counter
+    for _ in range(10):
+        p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = q >> 32 ^ b ^ low, q % 2**32, p >> 32 ^ d ^ high, p % 2**32
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def secret(*fields: object) -> bytes:
+    return sha256(repr(fields).encode()).digest()
+
+
+def integers(of: bytes, count: int) -> list[int]:
+    """Of 64 bits, by Philox 4x64 with 10 rounds."""
+    key, counter = (int.from_bytes(half, "big") for half in (of[:16], of[16:]))
+    return [int(word) for word in np.random.Philox(key=key, counter=counter << 128).random_raw(count)]
+
+
+def normals(of: bytes, count: int, width: int = 32) -> list[float]:
+    """width: of the numbers, in bits. Those of R cos θ come first"""
+    half = (count + 1) // 2
+    wide = integers(of, half * width // 32)
+    own = wide if width == 64 else [word >> shift & (2**32 - 1) for word in wide for shift in (0, 32)]
+    signed = [(n + 2 ** (width - 1)) % 2**width - 2 ** (width - 1) for n in own]
+    sizes = [sqrt(max(0, -2 * log(abs(u + 0.5) / 2 ** (width - 1)))) for u in signed[:half]]
+    angles = [v * pi / 2 ** (width - 1) for v in signed[half:]]
+    return [r * turn(v) for turn in (cos, sin) for r, v in zip(sizes, angles)][:count]
+
+
+def uniforms(of: bytes, count: int) -> list[float]:
+    return [(word >> 11) / 2**53 for word in integers(of, count)]
+
+
+# Models and data
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -117,14 +159,19 @@ def train(
     epochs: int = 1,
     upto: float = inf,
     between: Callable[[], object] = lambda: None,
+    given: Sequence[Tensor] = (),
+    loss: Loss = losses,
     **options: Any,
 ) -> list[Any]:
-    """The documentation's loop.  upto: how many steps at the most    between: what is done before the optimizer's steps"""
+    """The documentation's loop.
+
+    upto: how many steps at the most    between: what is done before the optimizer's steps    given: samples, if not `data`
+    """
     optimizer, done = torch.optim.SGD(model.parameters(), lr=LR) if optimizer is None else optimizer, list[Any]()
     with private.attach(model, optimizer):
         for _ in range(epochs):
-            for x, y in private.loader(dataset(), **options):
-                private.backward(losses(model, x, y))
+            for x, y in private.loader(TensorDataset(*(given or data())), **options):
+                private.backward(loss(model, x, y))
                 if (found := private.step()) is not None:
                     between()
                     optimizer.step()

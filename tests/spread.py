@@ -175,17 +175,15 @@ def spread_out(net: nn.Module, way: str, **options: Any) -> nn.Module:
     return wrapped(net, "inner", **options)[2] if way == "replicas" else sharded(net, each=way == "shards of layers")
 
 
-def assert_grads(model: nn.Module, expected: dict[str, Tensor | None], what: str = "") -> None:
+def assert_grads(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
     for (name, p), own in zip(model.named_parameters(), expected.values()):
-        assert_close(whole(p.grad), own, msg=lambda m, at=name: f"{what} {at}: {m}")
+        assert_close(whole(p.grad), own, msg=lambda m, at=name: f"{at}: {m}")
 
 
-def train_one(
-    model: nn.Module, name: str = "mlp", sizes: tuple[int, ...] = (4, 4), step: int = 0, twin: nn.Module | None = None
-) -> None:
-    """A clipped step over processes, beside one process.  twin: on that, if it isn't made by name"""
-    x, y = batch(step, sum(sizes))
-    norms, grads = clipped(twin or made(name), x, y)
+def train_one(model: nn.Module, name: str = "mlp", sizes: tuple[int, ...] = (4, 4)) -> None:
+    """A clipped step over processes, beside one process."""
+    x, y = batch(0, sum(sizes))
+    norms, grads = clipped(made(name), x, y)
     losses = squares(model(x[own(sizes)]), y[own(sizes)])
     (losses.mean() if len(losses) else losses.sum()).backward()
     assert_close(autograd_hacks.clip_grad1_norm_(model, BOUND), norms[own(sizes)])

@@ -12,7 +12,8 @@ import pytest
 
 import autograd_hacks
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 
 
 def set_in_conf(name: str) -> ast.expr:
@@ -53,7 +54,6 @@ def test_each_version_has_a_folder_and_the_latest_is_led_to(build: Any, tmp_path
 # What an index and its readers get: sources of methods, the sdist's files, the Pythons that are named
 
 
-ROOT = Path(__file__).parent.parent
 NUMBER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Checkpointed, LossesInside
+from nets import LossesInside, checkpointed
 from refused import Given, Row, check_refused, of, said
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,7 +218,7 @@ ENTRIES: list[Row] = [
     ]),
     (NothingRecorded, "The model has no hooks", "has no hooks", lambda s: per_sample_jacobian(nn.Linear(3, 2), s.out)),
     (RuntimeError, None, "use_reentrant",
-     lambda s: per_sample_jacobian((m := hooked(Checkpointed(True))), m(torch.randn(3, 4, requires_grad=True)))),
+     lambda s: per_sample_jacobian((m := hooked(checkpointed(True))), m(torch.randn(3, 4, requires_grad=True)))),
     *of(TypeError, OUTPUTS, [
         *[("an output of the model", lambda s, wrong=wrong: s.jacobian(wrong))
           for wrong in (3, None, torch.zeros(3, dtype=torch.long), torch.zeros(1, 2, dtype=torch.complex64), Result)],

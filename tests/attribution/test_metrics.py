@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Language
+from nets import language
 from oracle import joined
 from refused import check_each
 from steps import rows_of, stepped
@@ -131,7 +131,7 @@ def test_sides_and_factors_by_pattern() -> None:
 
 
 def test_a_tied_embedding_in_a_metric() -> None:
-    model, x = Language(7, 3).double(), torch.randint(7, (5, 4))
+    model, x = language(7, 3).double(), torch.randint(7, (5, 4))
     grads, rows = stepped(model, x), rows_of(model, x)
     metric = Metric({name: torch.rand_like(p) for name, p in model.named_parameters()})
     assert_verbs(grads.preconditioned(metric), {name: x * metric[name].scale for name, x in rows.items()})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 import torch.nn as nn
+from nets import Doubled
 from oracle import assert_rows, joined, one_backward_per_sample, squares, targets
 from rarely import crossed
 from steps import batch, check, check_batches, mlp, step
@@ -150,11 +151,6 @@ def test_in_place_operations_on_one_of_several_outputs(which: str) -> None:
 
 class Renamed(nn.Linear):
     pass
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
-from nets import Choosy, Scale
+from nets import Scale, choosy
 from oracle import assert_same, one_loss_at_a_time, squares
 from quantities import assert_quantities
 from rarely import crossed, rarely
@@ -102,7 +102,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
             lambda m, x: m.out(checkpoint(m.inner, m.into(x).sigmoid(), use_reentrant=False)),
             into=nn.Linear(3, 4), inner=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), out=nn.Linear(4, 2),
         ), (4, 3)),
-    "choosy": (Choosy, (4, 3)),
+    "choosy": (choosy, (4, 3)),
     "scale": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Scale(3)), (4, 3)),
 }  # fmt: skip
 

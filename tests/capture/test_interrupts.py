@@ -5,6 +5,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import BareVector, Checkpointed, Last
+from nets import bare_vector, checkpointed, within
 from oracle import squares
 from rarely import crossed, rarely
 from steps import alive, assert_right, batch, mlp
@@ -39,7 +40,7 @@ Line = tuple[str, int]
 
 def watched() -> nn.Module:
     """With users' hooks that store, and with a part that is run again."""
-    model = Bare(lambda m, x: m.last(m.inside(x).tanh()), inside=BareVector(), last=nn.Linear(4, 2), stored=[])
+    model = Bare(lambda m, x: m.last(m.inside(x).tanh()), inside=bare_vector(), last=nn.Linear(4, 2), stored=[])
     model.inside.inside.register_forward_hook(lambda layer, args, out: model.stored.append(out.detach()))
     return model
 
@@ -51,8 +52,8 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "spectral": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2)),
     "parametrized": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
-    "lstm": lambda: Last(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5)),
-    "checkpointed": lambda: Checkpointed(False),
+    "lstm": lambda: within(nn.LSTM(4, 3, 2, batch_first=True, dropout=0.5), itemgetter(0)),
+    "checkpointed": lambda: checkpointed(False),
     "watched": watched,
 }
 CASES = [(name, param_grad) for name in ZOO for param_grad in (True, False)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Choosy
+from nets import choosy
 from oracle import squares
 from rarely import crossed
 from steps import assert_right, batch, check, check_batches, check_hooked, check_losses, step
@@ -144,7 +144,7 @@ def test_created_graphs_that_the_loss_does_not_use_harm_nothing(model: nn.Module
 
 
 def test_a_penalty_on_weights_in_the_loss() -> None:
-    for model in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 3), Choosy())):
+    for model in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 3), choosy())):
         x = torch.randn(4, 3)
         with autograd_hacks.add_hooks(model):
             for _ in range(3):  # and every time

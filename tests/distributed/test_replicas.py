@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from oracle import one_backward_per_sample
-from private_steps import EXPECTED, LR, NOISE, SEED, STEPS, by_hand, data, losses, net, training
+from private_steps import EXPECTED, NOISE, SEED, STEPS, by_hand, data, losses, net, training
 from processes import Both, in_both
 from rarely import crossed
-from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, squares, train, wrapped
-from torch.distributed.fsdp import fully_shard
+from spread import BOUND, MODELS, assert_grads, batch, clipped, made, own, spread_out, squares, train, wrapped
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
@@ -170,36 +169,15 @@ USERS = [n % 9 if n % 2 else n % 5 for n in range(30)]
 def test_texts_have_other_lengths_in_each_process() -> None:
     """Each process has texts of a length of its own, so that its forwards run operations of other sizes."""
     expected, model = by_hand(hand.Reader(), *hand.text(), STEPS, hand.losses_of_text), hand.Reader()
-    run, private = DistributedDataParallel(model), training()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(run, optimizer):
-        for x, y in private.loader(TensorDataset(*hand.text())):
-            private.backward(hand.losses_of_text(run, x, y))
-            private.step()
-            optimizer.step()
-            optimizer.zero_grad()
+    hand.train(training(), DistributedDataParallel(model), given=hand.text(), loss=hand.losses_of_text)
     assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def as_one(way: str, secure: bool = False, groups: list[int] | None = None, options: dict[str, int] | None = None) -> None:
     expected, model = by_hand(net(), *data(), groups=groups), net()
-    run: nn.Module = model
-    if way == "ddp":
-        run = DistributedDataParallel(model)
-    elif way == "fsdp2":
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
+    run = spread_out(model, way)
     private = training(seed=SEED + (torch.distributed.get_rank() if secure else 0), secure=secure, groups=groups)
-    optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), list[Any]()
-    with private.attach(run, optimizer):
-        for _ in range(2):
-            for x, y in private.loader(TensorDataset(*data()), steps=STEPS, **(options or {})):
-                private.backward(losses(run, x, y))
-                if (found := private.step()) is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    kept.append(len(found.norms))
+    hand.train(private, run, epochs=2, steps=STEPS, **(options or {}))
     assert private.history == [(NOISE, EXPECTED / (30 if groups is None else len(set(groups))), 2 * STEPS)]
     parameters = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
     if not secure:
@@ -211,18 +189,18 @@ def as_one(way: str, secure: bool = False, groups: list[int] | None = None, opti
         assert torch.equal(*everyones)
 
 
-@crossed(way=["ddp", "fsdp2"], options=[{}, {"micro_batch_size": 2}])
+@crossed(way=["replicas", "shards of layers"], options=[{}, {"micro_batch_size": 2}])
 def test_each_process_has_its_part_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
     both(as_one, way, False, None, options)
 
 
-@crossed(way=["fsdp2", "ddp"], options=[{}, {"micro_batch_size": 7}])
+@crossed(way=["shards of layers", "replicas"], options=[{}, {"micro_batch_size": 7}])
 def test_each_process_has_its_users_of_each_batch(both: Both, way: str, options: dict[str, int]) -> None:
     both(as_one, way, False, USERS, options)
 
 
 def test_processes_agree_on_the_seed_and_on_secure_noise(both: Both) -> None:
-    both(as_one, "ddp", True)
+    both(as_one, "replicas", True)
 
 
 @in_both

@@ -48,8 +48,8 @@ def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Seq
     return trace, Memory(lambda x: memory_of(x) in own, {*map(memory_of, given)})
 
 
-def root_label(samples: int, axis: int = 0) -> Label:
-    return One(0) if samples == 1 else At(axis)
+def root_label(samples: int) -> Label:
+    return One(0) if samples == 1 else At(0)
 
 
 def walk_of(

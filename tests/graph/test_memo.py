@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_at_a_time import by_memo, check, judge, traced, walk_of
-from pairs import ORDER, PAIRS, PERMUTED, N, eye, leaf
-from programs import CHANGING, Net, between
-from programs import D as WIDTH
+from pairs import CHANGING, ORDER, PAIRS, PERMUTED, N, Net, between, eye, leaf
+from pairs import D as WIDTH
 from random_programs import OPERATIONS, Doubles, Program, Step
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

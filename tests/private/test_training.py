@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from counted import secret, uniforms
 from private_steps import (
     BOUND,
     EXPECTED,
@@ -27,9 +26,11 @@ from private_steps import (
     losses,
     losses_of_text,
     net,
+    secret,
     text,
     train,
     training,
+    uniforms,
 )  # fmt: skip
 from rarely import crossed
 from refused import check_each
@@ -279,13 +280,7 @@ def test_steps_equal_those_by_hand(name: str, options: dict[str, int]) -> None:
     make, given, loss = MODELS[name]
     model = make()
     expected = by_hand(copy.deepcopy(model), *given(), STEPS, loss)
-    private, optimizer = training(), torch.optim.SGD(model.parameters(), lr=LR)
-    with private.attach(model, optimizer):
-        for x, y in private.loader(TensorDataset(*given()), **options):
-            private.backward(loss(model, x, y))
-            if private.step() is not None:
-                optimizer.step()
-                optimizer.zero_grad()
+    train(private := training(), model, given=given(), loss=loss, **options)
     assert private.steps == STEPS
     assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 

@@ -1,5 +1,5 @@
 """Small models of each kind of architecture, randomly initialised: rows against a backward pass from each sample's loss, the
-random numbers the same."""
+random numbers the same; as compiled steps; and their labels."""
 
 import warnings
 from collections.abc import Callable
@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from oracle import squares
+import torch.nn.functional as F
+from one_at_a_time import by_memo, check, judge
+from oracle import one_loss_at_a_time, squares
 from rarely import rarely
 from steps import check_hooked
 from torch import Tensor
+from twin import Bare
+
+import autograd_hacks
+from autograd_hacks.errors import UnsupportedOperation
+from autograd_hacks.graph.label import Entries
+from autograd_hacks.graph.memo import Memo
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -136,8 +144,8 @@ def batch_of(inputs: Inputs, samples: int) -> dict[str, Tensor]:
     return {key: x.double() if x.is_floating_point() else x for key, x in inputs(samples).items()}
 
 
-OFTEN, RARELY = ("XLNet", "Swinv2"), ("Roberta", "Albert", "Bart", "PoolFormer", "Vilt", "DebertaV2")
-"""Families that the benchmark lacks; tests/graph has the labels of all."""
+USUAL, RARELY = ("XLNet", "Swinv2"), ("Roberta", "Albert", "Bart", "PoolFormer", "Vilt", "DebertaV2")
+"""Families that the benchmark lacks; labels and compiled steps, below, have all."""
 
 
 def of(*families: str) -> list[Any]:
@@ -145,7 +153,128 @@ def of(*families: str) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("model", "config", "arguments", "inputs", "output"), [*of(*OFTEN), *rarely(*of(*RARELY))])
+@pytest.mark.parametrize(("model", "config", "arguments", "inputs", "output"), [*of(*USUAL), *rarely(*of(*RARELY))])
 def test_architecture(model: str, config: str, arguments: dict[str, Any], inputs: Inputs, output: str) -> None:
     net, batches = built(model, config, arguments, training=True), [batch_of(inputs, samples) for samples in (4, 3)]
     check_hooked(net, *[partial(lambda batch: squares(net(**batch)[output]), batch) for batch in batches])
+
+
+# Compiled steps: rows against a backward pass from each sample's loss, or a refusal by name
+
+
+def unet(m: Any, x: Tensor, time: Tensor) -> Tensor:
+    """Of diffusion: down and up again, with a table of angles for the time."""
+    angles = time[:, None] * torch.arange(8).double()
+    first = m.norm(m.first(x)).sigmoid()
+    low = m.second(F.max_pool2d(first, 2)) + m.time(torch.cat([angles.sin(), angles.cos()], 1))[..., None, None]
+    up = m.up(F.interpolate(F.avg_pool2d(low, 2), scale_factor=2.0))
+    return m.last(torch.cat([first, up], 1))
+
+
+def lora(**sizes: int) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    )
+    return model.double().eval()  # type: ignore[no-any-return]
+
+
+def unet_net() -> nn.Module:
+    convs = {"first": nn.Conv2d(3, 8, 3, padding=1), "second": nn.Conv2d(8, 16, 3, padding=1), "last": nn.Conv2d(16, 3, 1)}
+    return Bare(unet, norm=nn.GroupNorm(2, 8), time=nn.Linear(16, 16), up=nn.ConvTranspose2d(16, 8, 2, 2), **convs).double()
+
+
+SEGFORMER = ("SegformerForSemanticSegmentation", "SegformerConfig", {"depths": [1, 1], "hidden_sizes": [8, 16],
+             "num_encoder_blocks": 2, "decoder_hidden_size": 16}, image, "logits")  # fmt: skip
+SORTED = ("MixtralForCausalLM", "MixtralConfig", TEXT | {"num_key_value_heads": 1, "num_local_experts": 3}, text, "logits")
+OTHERS = {
+    "UNet": (unet_net, lambda samples: {"x": torch.randn(samples, 3, 8, 8), "time": torch.rand(samples)}),
+    "LoRA": (lambda: lora(**GPT2 | {"n_layer": 1}), text),
+}
+"""{name: what makes a model, and its arguments}"""
+REFUSED = {
+    "MixtralForCausalLM-eager": r"data-dependent.*modeling_mixtral\.py", "Qwen2MoeForCausalLM-eager": "data-dependent.*_moe",
+    "MixtralForCausalLM-": r"are sorted, as for experts.*sort\.default, at .*moe\.py", "ViltModel-": "data-dependent.*vilt",
+}  # fmt: skip
+OFTEN = "LoRA", "UNet", "MixtralForCausalLM-text-sorted"
+CASES = {f"{case[0]}-{case[3].__name__}": case for case in [*MODELS, SEGFORMER]} | {"MixtralForCausalLM-text-sorted": SORTED}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*OFTEN, *rarely(*(name for name in [*CASES, *OTHERS] if name not in OFTEN))])
+def test_compiled_architecture(name: str) -> None:
+    torch._dynamo.reset()
+    if name in OTHERS:
+        made, inputs = OTHERS[name]
+        net, way, output = made(), "", "logits" if name == "LoRA" else slice(None)
+    else:
+        model, config, arguments, inputs, output = CASES[name]
+        net, way = built(model, config, arguments, False), arguments.get("experts_implementation", "")
+    net, batch = net.float() if CASES.get(name) is SORTED else net, batch_of(inputs, 4)
+    with torch.no_grad():
+        net(**batch)  # some prepare themselves
+    step = autograd_hacks.compile(net, "rows", loss_type="sum", backend=None)
+    if (why := REFUSED.get(f"{name.partition('-')[0]}-{way}")) is not None:
+        with pytest.raises(UnsupportedOperation, match=why):
+            step(**batch)
+        return
+    squares(step(**batch)[output]).sum().backward()
+    rows = one_loss_at_a_time(net, lambda: squares(net(**batch)[output]))
+    for key, own in rows.items():  # a compiled step has zeros where no loss arrives
+        found = net.get_parameter(key).grad1
+        own, found = (torch.zeros(4, *net.get_parameter(key).shape).double() if x is None else x for x in (own, found))
+        inside = torch.float32 if name.startswith(IN_FLOAT32) else torch.float64
+        torch.testing.assert_close(found.to(inside), own.to(inside), msg=lambda m, key=key: f"{key}: {m}")
+
+
+# Labels, with other words or pictures in each step: they and rows against one backward pass a sample
+
+
+OLMOE = ("OlmoeForCausalLM", "OlmoeConfig", TEXT | {"num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2,
+         "pad_token_id": 0, "eos_token_id": 1, "experts_implementation": "eager"}, text, "logits")  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("training", [True, *rarely(False)])
+@pytest.mark.parametrize(
+    ("model", "config", "arguments", "inputs", "output"),
+    [*MODELS, OLMOE], ids=[f"{case[0]}-{case[3].__name__}" for case in [*MODELS, OLMOE]],
+)  # fmt: skip
+def test_labels(model: str, config: str, arguments: dict[str, Any], inputs: Inputs, output: str, training: bool) -> None:
+    net, memo = built(model, config, arguments, training), Memo()
+    for _ in range(2):
+        batch = batch_of(inputs, 4)
+        out = net(**batch)[output]
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        assert not own["walk"].mixes
+        assert not own["walk"].asked
+        found = check([out], 4, net, **own)
+        assert not found.early
+        assert found.owned > len(own["trace"].nodes) // 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [next(c for c in MODELS if c[0].startswith("Mixtral")), OLMOE], ids=["Mixtral", "OLMoE"])
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_routing_is_followed_in_each_step(case: Any, way: str) -> None:
+    """Which rows an expert gets is said anew for other words, though the graph looks the same."""
+    model, config, arguments, inputs, output = case
+    net = built(model, config, arguments | {"experts_implementation": way}, True)
+    if way == "grouped_mm":
+        net = net.float()
+    memo, routed = Memo(), set()
+    for _ in range(4):
+        batch = batch_of(inputs, 4)
+        out = net(**batch)[output]
+        own = by_memo(memo, out, 4, net, list(batch.values()))
+        found, walk = judge([out], 4, net, **own), own["walk"]
+        assert not found.wrong
+        assert not walk.mixes
+        assert found.rows < (1e-9 if way == "eager" else 1e-4)
+        entries = [own.samples for labels in walk.labels for own in labels if isinstance(own, Entries)]
+        assert all(sum(size > 1 for size in own.shape) <= 1 for own in entries)  # tokens differ, not their parts
+        uses = [walk.labels[use.node][0] for use in walk.uses if use.node >= 0]
+        routed.add(str([label.samples.flatten().tolist() for label in uses if isinstance(label, Entries)]))
+    assert len(routed) > 1
+    assert torch.is_grad_enabled()

@@ -1,6 +1,5 @@
 """Programs in which autograd's graph, or one batch of labels, says too little, or something else in the next step."""
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,9 +8,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from one_graph import check, data
-from oracle import assert_rows, one_backward_per_sample, squares
+from mixing import data
+from oracle import assert_rows, rows_of_one_graph, squares
 from rarely import crossed
+from steps import check_batches
 from torch import Tensor
 from twin import Bare, check_refused, check_right
 
@@ -19,6 +19,22 @@ import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 
 pytestmark = pytest.mark.usefixtures("double")
+
+
+def check(model: nn.Module, losses: Callable[[], Tensor], by_losses: bool = False, **options: Any) -> None:
+    """Steps of a hooked model.  losses: runs the model, N    by_losses: whether backward is given all of them"""
+    with autograd_hacks.add_hooks(model, **options):
+        for _ in range(3):
+            model.zero_grad()
+            own = losses()
+            with autograd_hacks.pause_hooks():
+                expected = rows_of_one_graph(model, own)
+            autograd_hacks.backward(own) if by_losses else own.mean().backward()
+            autograd_hacks.compute_grad1(model)
+            assert_rows(model, expected)
+            for name, rows in expected.items():
+                if rows is not None:
+                    torch.testing.assert_close(model.get_parameter(name).grad, rows.mean(0))
 
 
 def weights() -> dict[str, Any]:
@@ -322,12 +338,4 @@ LEARNT: dict[str, Callable[[], nn.Module]] = {
 
 @crossed(what=LEARNT, param_grad=[True, False], sizes=[(1, 1, 1), (3, 1, 3, 1)])
 def test_one_sample_and_a_learnt_query(what: str, param_grad: bool, sizes: tuple[int, ...]) -> None:
-    model = LEARNT[what]()
-    plain = copy.deepcopy(model)
-    with autograd_hacks.add_hooks(model, param_grad=param_grad):
-        for samples in sizes:
-            x = data(samples, 5, 4)
-            squares(model(x)).mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, one_backward_per_sample(plain, squares, x))
-            model.zero_grad()
+    check_batches(LEARNT[what](), *[data(samples, 5, 4) for samples in sizes], param_grad=param_grad)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from one_graph import data
+from mixing import data
 from oracle import squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
@@ -85,7 +85,9 @@ def test_a_weight_of_as_many_rows_as_samples_is_no_output_of_samples(kind: str, 
 
 @pytest.mark.parametrize("param_grad", [True, False])
 def test_a_parameter_that_is_expanded_to_one_sample(param_grad: bool) -> None:
-    model = Bare(lambda m, x: (mean := m.first(x), m.log_std.exp().expand_as(mean)), first=nn.Linear(4, 4), log_std=data(4))
+    model = Bare(
+        lambda m, x: (mean := m.first(x), m.log_std.exp().expand_as(mean)), first=nn.Linear(4, 4), log_std=torch.randn(4)
+    )
     model.double()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for samples in (3, 1, 1, 4):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn as nn
-from nets import BareMatrix, Language, perceptron, words
+from nets import Doubled, bare_matrix, language, perceptron, words
 from oracle import assert_rows, one_loss_at_a_time, squares
 from steps import assert_right, check_batches, check_hooked, check_losses
 from torch import Tensor
@@ -14,11 +14,6 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import BatchSizeError, SamplesMixed, UnseenGradient
-
-
-class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
 
 
 def patched() -> nn.Module:
@@ -165,8 +160,8 @@ def test_a_method_that_is_not_forward() -> None:
 
 NETS = {
     "layers": (perceptron, torch.randn(5, 4).double()),
-    "a bare matrix": (lambda: BareMatrix(4), torch.randn(5, 4).double()),
-    "a tied embedding": (lambda: Language(11, 4), words() % 11),
+    "a bare matrix": (lambda: bare_matrix(4), torch.randn(5, 4).double()),
+    "a tied embedding": (lambda: language(11, 4), words() % 11),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), torch.randn(5, 3, 4).double()),
     "norms": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), torch.randn(5, 4).double()),
 }

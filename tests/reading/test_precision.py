@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from mixing import steps_of
-from nets import Choosy, Noisy
+from nets import choosy, noisy
 from oracle import assert_rows, one_backward_per_sample, squares
 from torch.testing import assert_close
 from twin import Bare
@@ -48,7 +48,7 @@ def test_autocast_around_rules_and_replays(name: str, dtype: torch.dtype) -> Non
 
 
 def test_the_scale_of_a_grad_scaler_is_divided_out() -> None:
-    for model, shape in ((scaled().double(), (4, 5, 3)), (nn.Sequential(nn.Linear(3, 3), Choosy()).double(), (4, 3))):
+    for model, shape in ((scaled().double(), (4, 5, 3)), (nn.Sequential(nn.Linear(3, 3), choosy()).double(), (4, 3))):
         x = torch.randn(shape).double()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         with autograd_hacks.add_hooks(model):
@@ -62,7 +62,7 @@ def test_the_scale_of_a_grad_scaler_is_divided_out() -> None:
 
 def test_meta_tensors_have_shapes() -> None:
     with torch.device("meta"):
-        model, x = nn.Sequential(nn.Linear(3, 4), Noisy(4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.randn(5, 6, 3)
+        model, x = nn.Sequential(nn.Linear(3, 4), noisy(4), nn.LayerNorm(4), nn.Linear(4, 2)), torch.randn(5, 6, 3)
     with autograd_hacks.add_hooks(model):
         squares(model(x)).mean().backward()
         autograd_hacks.compute_grad1(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 from mixing import check_refused
-from nets import Inside
+from nets import within
 from oracle import assert_rows, assert_same, one_backward_per_sample, one_loss_at_a_time, squares
 from steps import check, check_batches
 from torch import Tensor
@@ -158,7 +158,7 @@ def test_adaptive_softmax() -> None:
         def each(layer: nn.Module = layer, x: Tensor = x, y: Tensor = y, w: Tensor = w) -> Tensor:
             return (w - 3 / len(y)) * layer(x, y).output
 
-        for model in (layer, Inside(layer)):
+        for model in (layer, within(layer)):
             with autograd_hacks.add_hooks(model):
                 out = model(x, y)
                 ((out.output * w).sum() + 3 * out.loss).backward()

@@ -219,17 +219,14 @@ def test_rows_are_those_of_one_backward_per_sample(case: Case, by_way: bool) -> 
 def test_each_formula_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[str] = set()
 
-    def noting(name: str, formula: Formula) -> Formula:
-        def noted(met: Met) -> Any:
-            form = formula(met)
-            if form is not None:
+    for name, formula in NODES.items():
+
+        def noted(met: Met, name: str = name, formula: Formula = formula) -> Any:
+            if (form := formula(met)) is not None:
                 asked.add(name)
             return form
 
-        return noted
-
-    for name, formula in NODES.items():
-        monkeypatch.setitem(NODES, name, noting(name, formula))
+        monkeypatch.setitem(NODES, name, noted)
     for case in cases(3, REAL):
         rows_of(case, by_way=True)
     assert asked == NODES.keys() - {"FusedRmsNormBackward0"}  # which the CPU doesn't make

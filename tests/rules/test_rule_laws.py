@@ -14,7 +14,7 @@ import torch.nn as nn
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mixing import check_refused
-from nets import Inside, Scale
+from nets import Scale, within
 from oracle import assert_same, flat, one_loss_at_a_time, squares, targets
 from quantities import assert_quantities, assert_rows_of_passes
 from rarely import rarely
@@ -285,7 +285,7 @@ def test_there_are_many() -> None:
 def test_every_module(name: str, info: Any, training: bool, count: int) -> None:
     for layer, args, kwargs in configurations(info, training, count):
         mixes = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (training or not layer.track_running_stats)
-        for model in (layer, Inside(layer)):
+        for model in (layer, within(layer)):
             # Its chunks compute the weight's gradient in the forward, for all samples.
             is_chunked = isinstance(layer, nn.LinearCrossEntropyLoss) and layer.reduction != "none"
             if is_chunked:

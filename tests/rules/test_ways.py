@@ -114,22 +114,16 @@ def test_each_step_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a step that is kept for other forwards reads numbers only that tell these apart."""
     asked: set[str] = set()
 
-    def noting(name: str, step: Callable[[Before], Any]) -> Callable[[Before], Any]:
-        def noted(before: Before) -> Any:
-            def kept(of: str) -> Any:
-                read.append(of)
-                return before.kept(of)
+    for name, step in STEPS.items():
 
+        def noted(before: Before, name: str = name, step: Callable[[Before], Any] = step) -> Any:
             read = list[str]()
-            found = step(replace(before, kept=kept))
+            found = step(replace(before, kept=lambda of: read.append(of) or before.kept(of)))
             assert name not in KNOWN or set(read) <= set(kind_of(before.kept.args[0]).numbers)  # type: ignore[attr-defined]  # a partial
             asked.add(name)
             return found
 
-        return noted
-
-    for name, step in STEPS.items():
-        monkeypatch.setitem(STEPS, name, noting(name, step))
+        monkeypatch.setitem(STEPS, name, noted)
     for make in MADE.values():
         grads_of(*model_of(make))
     assert asked == STEPS.keys() - {"ReshapeAliasBackward0"}  # which torch no longer makes

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 from measuring import Held
-from nets import Language
+from nets import language
 from rarely import rarely
 from steps import at_most, stepped
 from torch import Tensor
@@ -22,7 +22,7 @@ from autograd_hacks.forms import RandomMap, SparseMap
 
 
 def test_a_tied_embedding_of_fifty_thousand_words_in_a_few_bytes() -> None:
-    model, x, max_bytes = Language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
+    model, x, max_bytes = language(50_000, 64), torch.randint(50_000, (4, 3)), 2**26
     row = 50_000 * 64 * 4  # 12.8 MB, and 51 for all
     grads = stepped(model, x)
     w = torch.rand(4)

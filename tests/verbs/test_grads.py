@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import BareMatrix, Language, perceptron, with_spare
+from nets import bare_matrix, language, perceptron, with_spare
 from oracle import one_backward_per_sample, squares
 from quantities import assert_quantities
 from steps import stepped
@@ -22,9 +22,9 @@ import autograd_hacks
 @pytest.mark.parametrize("samples", [0, 1, 2, 5])
 def test_a_tied_embedding_a_replay_and_few_samples(samples: int) -> None:
     for model, x in [
-        (Language(7, 3).double(), torch.randint(7, (samples, 4))),
-        (BareMatrix(4).double(), torch.randn(samples, 3, 4).double()),
-        (nn.Sequential(BareMatrix(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
+        (language(7, 3).double(), torch.randint(7, (samples, 4))),
+        (bare_matrix(4).double(), torch.randn(samples, 3, 4).double()),
+        (nn.Sequential(bare_matrix(4), nn.Linear(4, 2)).double(), torch.randn(samples, 4).double()),
     ]:
         with autograd_hacks.add_hooks(model):
             if not samples:
@@ -63,8 +63,8 @@ def test_several_quantities_of_one_backward_and_later_steps_leave_them() -> None
 def test_sums_can_be_differentiated() -> None:
     for model, x in [
         (perceptron().double(), torch.randn(6, 4).double()),
-        (Language(7, 3).double(), torch.randint(7, (6, 2))),
-        (BareMatrix(4).double(), torch.randn(6, 4).double()),
+        (language(7, 3).double(), torch.randint(7, (6, 2))),
+        (bare_matrix(4).double(), torch.randn(6, 4).double()),
     ]:
         grads = stepped(model, x)
         v = {name: torch.randn(form.shape).double() for name, form in grads.items()}
@@ -228,7 +228,7 @@ def test_autocast_around_reading_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: nn.Sequential(BareMatrix(4), nn.Linear(4, 2)), lambda: nn.LSTM(4, 3, batch_first=True)]
+    "build", [lambda: nn.Sequential(bare_matrix(4), nn.Linear(4, 2)), lambda: nn.LSTM(4, 3, batch_first=True)]
 )
 def test_inference_mode_around_reading_changes_nothing(build: Callable[[], nn.Module]) -> None:
     model, x = build().double(), torch.randn(6, 5, 4).double()
@@ -272,14 +272,14 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
     bias = draw(st.booleans())
     kind = draw(st.sampled_from(["mlp", "cnn", "tied", "token", "lstm", "attention"]))
     if kind == "tied":
-        return Language(7, width).double(), torch.randint(7, (samples, steps))
+        return language(7, width).double(), torch.randint(7, (samples, steps))
     if kind == "cnn":
         groups = draw(st.sampled_from([1, 2]))
         layers = [nn.Conv2d(2, width, 2, groups=groups, bias=bias), nn.GroupNorm(1, width), nn.Tanh(), nn.Flatten(2)]
         return nn.Sequential(*layers, nn.Linear(4, 3)).double(), torch.randn(samples, 2, 3, 3).double()
     model = {
         "mlp": lambda: nn.Sequential(nn.Linear(width, 5, bias=bias), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
-        "token": lambda: nn.Sequential(BareMatrix(width), nn.Linear(width, 3)),
+        "token": lambda: nn.Sequential(bare_matrix(width), nn.Linear(width, 3)),
         "lstm": lambda: pooled(nn.LSTM(width, 3, draw(st.integers(1, 2)), bias=bias, batch_first=True)),
         "attention": lambda: nn.TransformerEncoderLayer(width, 2, 6, dropout=0.0, batch_first=True),
     }[kind]()

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn as nn
-from nets import MODELS, Language, LossesInside, Patched, SequenceFirst, perceptron
+from nets import MODELS, LossesInside, Patched, SequenceFirst, language, perceptron
 from oracle import Rows, assert_rows, one_backward_per_sample, vector
 from rarely import crossed
 from torch import Tensor
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 SMALL = MODELS | {
     "reads": (Patched, lambda: torch.randint(7, (3, 2))),
     "folded": (SequenceFirst, lambda: torch.randint(9, (3, 4))),
-    "language": (lambda: Language(5, 3), lambda: torch.randint(5, (3, 2))),
+    "language": (lambda: language(5, 3), lambda: torch.randint(5, (3, 2))),
     "lstm": (MODELS["lstm"][0], lambda: torch.randn(3, 2, 4)),
 }
 

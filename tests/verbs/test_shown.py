@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Between, Noisy, Scale
+from nets import Between, Scale, noisy
 from oracle import squares
 from rarely import crossed, rarely
 from steps import batch, mlp, step
@@ -241,7 +241,7 @@ def test_verify_fails_what_is_wrong(
 
 
 def test_verify_of_dropout_and_of_what_was_never_run() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), Noisy(4)).double(), torch.randn(4, 3).double()
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), noisy(4)).double(), torch.randn(4, 3).double()
     with autograd_hacks.add_hooks(model):
         with pytest.raises(autograd_hacks.errors.NothingRecorded, match="needs the arguments"):
             autograd_hacks.verify(model)

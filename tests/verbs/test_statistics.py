@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("double")
 Rows = dict[str, Tensor]
 
 
-def rows_and_grads(samples: int = 6) -> tuple[Rows, autograd_hacks.PerSampleGrads]:
-    model, x = perceptron(), torch.randn(samples, 4)
+def rows_and_grads() -> tuple[Rows, autograd_hacks.PerSampleGrads]:
+    model, x = perceptron(), torch.randn(6, 4)
     return rows_of(model, x), stepped(model, x)
 
 
