@@ -5,11 +5,13 @@ The rows are linear in what a use gave them, so a step is a view, a sum, an inde
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Elementwise, Form, Outer, Placed, Sides, mapped, scale
+from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.formulas.embedding import entry_of, lookup
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.support.graph import signed
@@ -176,6 +178,18 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
+def _is_inside(kept: Kept) -> Tensor:
+    x, low, high = (kept(name) for name in ("self", "min", "max"))
+    found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
+    return found
+
+
+def _softplus(kept: Kept) -> Tensor:
+    x = kept("self")
+    x = x.to(accumulation_dtype(x.dtype)) * kept("beta")  # the threshold is compared in single precision
+    return torch.where(x > kept("threshold"), 1, x.sigmoid())
+
+
 def _normed(b: Before) -> Step:
     """y = g v / |v|, with a norm for each entry of one axis."""
     v, g, norm = (b.kept(name) for name in ("v", "g", "result1"))
@@ -257,11 +271,9 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
     "ReluBackward0": partial(_slope, of=lambda k: k("result") > 0),
-    "SoftplusBackward0": partial(
-        _slope, of=lambda k: torch.where((x := k("self") * k("beta")) > k("threshold"), 1, x.sigmoid())
-    ),
+    "SoftplusBackward0": partial(_slope, of=_softplus),
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
-    "ClampBackward1": partial(_slope, of=lambda k: k("self") == k("self").clamp(k("min"), k("max"))),
+    "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,
     "UpsampleLinear1DBackward0": partial(_resized, back=torch.ops.aten.upsample_linear1d_backward),
     "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),

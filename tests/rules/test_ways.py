@@ -59,7 +59,7 @@ MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "repeated": lambda a, b: a.repeat(2, 1, 3),
     "added": lambda a, b: torch.add(a, b[0], alpha=2) - torch.sub(a[:, :1], b, alpha=3) + (2 - a) + torch.rsub(a[0], b),
     "multiplied": lambda a, b: (a * b[0] * 2 - a[:, 1:2]) * torch.linspace(1, 2, 6).double() * b.exp() + (-a).sigmoid(),
-    "bent": lambda a, b: F.softplus(a, 2, 1) + a.clamp(-0.3, 0.4) * b.relu() - b.clamp(max=0.2).tanh(),
+    "bent": lambda a, b: F.softplus(a, 2, 1) + a.clamp(-0.3, 0.4) + b.clamp(0.5, -0.5) * b.relu() - b.clamp(max=0.2).tanh(),
     "bent, by no step": lambda a, b: (
         F.gelu(a) + b.square().sqrt() - torch.addmm(b[:, 0], a, b.T).view(2, 2, 4).relu_().view(4, 4)[:, :1]
     ),
