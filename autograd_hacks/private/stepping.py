@@ -15,7 +15,7 @@ from autograd_hacks.errors import ON_PRIVATE
 from autograd_hacks.extending import some
 from autograd_hacks.support.internals import disable_dynamo
 from autograd_hacks.support.parts import part_of
-from autograd_hacks.support.trees import stepped_outside
+from autograd_hacks.support.trees import ByTensor, stepped_outside
 
 PART = 2**16
 """How many numbers of a gradient are read at once: more of them would not fit into a processor's cache."""
@@ -39,6 +39,7 @@ class NoisyGrads:
         # The sum that an optimizer must find, and the one for an optimizer that unscales in its own step, as fused ones do.
         self._due: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._done: set[nn.Parameter] = set()  # parameters that have had their step
+        self.seen: ByTensor[bool] = ByTensor()  # leaves of earlier losses that aren't the model's
         own = weakref.ref(self)  # hooks of all optimizers would keep a model alive that is never detached
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -273,15 +273,20 @@ class PrivateTraining:
         backward(scaled, "sum")
 
     def _check_leaves(self, losses: Tensor) -> None:
-        if self._model is None:
+        if self._model is None or self._noisy is None:
             raise RuntimeError("backward(): no model is attached. Call it between attach(model) and detach()" + ON_PRIVATE)
         record, leaves = recorder_of(self._model).record, leaves_of(losses) if isinstance(losses, Tensor) else []
         given = [x() for x in tree_leaves(record.arguments) if isinstance(x, weakref.ref)]
         known = set(map(id, (*record.own_among(leaves), *self._model.parameters(), *self._model.buffers(), *given)))
-        if others := [tuple(leaf.shape) for leaf in leaves if id(leaf) not in known]:
+        others = [leaf for leaf in leaves if id(leaf) not in known]
+        # Other leaves may be of this batch, as embeddings that require grad for checkpoints are.
+        stay = [tuple(leaf.shape) for leaf in others if isinstance(leaf, nn.Parameter) or leaf in self._noisy.seen]
+        for leaf in others:
+            self._noisy.seen[leaf] = True
+        if stay:
             raise ValueError(
-                f"backward(): the losses use {len(others)} parameters outside of the attached model, of shapes "
-                f"{others[:3]}, which would get gradient without clipping and noise. Attach one module that holds all, such "
+                f"backward(): the losses use {len(stay)} parameters outside of the attached model, of shapes "
+                f"{stay[:3]}, which would get gradient without clipping and noise. Attach one module that holds all, such "
                 "as the model and a criterion, or freeze them." + ON_PRIVATE
             )
 

@@ -110,7 +110,7 @@ class Batch:
         return [None if n != first and is_odd[n] else at for n, at in enumerate(axes)]
 
     def replaced(
-        self, axis: int | None, kept: Tensor, shift: int = 0, by_list: bool = False, count: int | None = None
+        self, axis: int | None, kept: Tensor, shift: int = 0, by_list: bool = False, donors: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with the samples that are not kept replaced by kept ones; None if that changes nothing.
 
@@ -118,12 +118,12 @@ class Batch:
         kept: N, the samples that are not replaced
         shift: selects the replacements, another number each time
         by_list: whether samples are the items of lists
-        count: for so many samples instead, from the second one on, again and again
+        donors: for these samples instead, in this order
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
-        donors = every.where(kept, choices[(every + shift) % len(choices)])
-        donors = donors if count is None else torch.arange(1, count + 1, device="cpu") % samples
+        is_same_size = donors is None
+        donors = every.where(kept, choices[(every + shift) % len(choices)]) if donors is None else donors
         if by_list:
             args, kwargs = self.arguments()
             order = donors.tolist()
@@ -135,7 +135,7 @@ class Batch:
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
         has_lists = self.has_lists(samples)
         if (
-            count is None
+            is_same_size
             and not has_lists
             and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves))
         ):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.gradient_hooks import named
@@ -97,17 +98,18 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
 
 
 def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
-    """Notes if outputs are others at the next place in a batch of another size: the last one, or half of the samples.
+    """Notes if outputs are others at other places in a batch of another size: the last one, or half of the samples.
 
     Other sizes may have other kernels, so differences that rounding may leave are none."""
     within, counts = ran.within, ran.within.kind.tapes.counts
-    count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2  # an odd number less
+    # An odd number less, or one more.
+    count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
     runs = Runs(recorder, within, copy, samples, False, are_parts=True)
-    donors = torch.arange(1, count + 1, device="cpu") % samples
+    donors = _moved(samples).repeat(count // samples + 1)[:count]
     kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
     part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
-        given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), count=count)
+        given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), donors=donors)
         first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
     except ProbeFailed:  # the model takes batches of this size only
         return
@@ -123,6 +125,13 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
     counts.append(samples)
+
+
+def _moved(samples: int) -> Tensor:
+    """Samples for the places of a batch: by odd and even numbers of places from either end."""
+    if samples < 5:
+        return torch.tensor([[0], [1, 0], [2, 0, 1], [2, 0, 1, 3]][samples - 1], device="cpu")
+    return torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:

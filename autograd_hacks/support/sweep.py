@@ -270,6 +270,8 @@ def factor_of(node: Any) -> Tensor | None:
     if torch.is_grad_enabled() or len(node.next_functions) != 1 or len(made(node)) != 1 or not is_plain(node):
         return None
     like, value = made(node)[0], Value(*node.next_functions[0])
+    if torch.finfo(like.dtype).eps > 1e-6:  # half precision tells no small entry from rounding
+        return None
     ones = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
     drawn = ones + torch.rand(ones.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(ones)
     own, found = ((call_node(node, [g]) or [None])[0] for g in (ones, drawn))

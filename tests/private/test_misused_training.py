@@ -174,25 +174,33 @@ def test_parameters_that_an_optimizer_gets_later_are_refused() -> None:
             break
 
 
-@pytest.mark.parametrize("how", ["a criterion's", "no nn.Parameter", "a model that was attached before", "an input"])
+@pytest.mark.parametrize(
+    "how", ["a criterion's", "no nn.Parameter", "a model that was attached before", "an input", "a batch's"]
+)
 def test_leaves_outside_of_the_model_get_no_gradient_without_noise(how: str) -> None:
-    """Only an input of the model may: its gradient is a sample's own."""
+    """Only an input of the model may, and a leaf of this batch alone: their gradients are samples' own."""
     private, first, seen = training(), net(), 0
     outside = nn.Parameter(torch.ones(())) if how.startswith("a crit") else torch.ones((), requires_grad=True)
     with private.attach(first):
         for model, x, y in begun(private):
-            x = x.requires_grad_() if how == "an input" else x
+            x = (
+                x.requires_grad_()
+                if how == "an input"
+                else x + torch.zeros_like(x).requires_grad_()
+                if how == "a batch's"
+                else x
+            )
             found = losses(model, x, y)
-            if how == "an input":
-                private.backward(found)
+            if how in ("an input", "a batch's") or (how == "no nn.Parameter" and not seen):
+                private.backward(found * outside if how.startswith("no") else found)
                 assert private.step() is not None
-            else:
-                with pytest.raises(ValueError, match=r"the losses use \d+ parameters outside of the attached model"):
-                    private.backward(found + losses(first, x, y) if how.startswith("a model") else found * outside)
-                assert all(p.grad is None for p in (outside, *first.parameters(), *model.parameters()))
-                break
-            seen += 1
-    assert seen == (STEPS if how == "an input" else 0)
+                seen += 1
+                continue
+            with pytest.raises(ValueError, match=r"the losses use \d+ parameters outside of the attached model"):
+                private.backward(found + losses(first, x, y) if how.startswith("a model") else found * outside)
+            assert all(p.grad is None for p in (first.parameters() if how.startswith("a model") else [outside]) if not seen)
+            break
+    assert seen == {"an input": STEPS, "a batch's": STEPS, "no nn.Parameter": 1}.get(how, 0)
 
 
 def test_each_pass_has_its_own_length() -> None:
