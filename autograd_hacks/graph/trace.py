@@ -58,8 +58,7 @@ class Trace:
     def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
         nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        leaves: list[int] = []
-        kinds: list[Kind] = []
+        leaves, kinds = list[int](), list[Kind]()
         edges: list[tuple[tuple[int, int] | None, ...]] = []
         read: list[Any] = []  # the numbers and sizes that don't follow from others
         find, known, of_leaf = place.get, _BY_TYPE.get, Leaf
