@@ -49,13 +49,13 @@ registers, _most = RemovableHandle.__init__, [1000]
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
+    if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
+        NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
+        _most[0] = max(1000, 2 * len(NEW))
     caller = sys._getframe(1)
     by = caller.f_globals.get("__name__")
     if not (by in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf)):
         NEW.append(handle)
-    if len(NEW) > _most[0]:
-        NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
-        _most[0] = max(1000, 2 * len(NEW))
 
 
 BEGAN = SimpleNamespace(reduced=frozenset())

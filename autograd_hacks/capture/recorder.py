@@ -29,7 +29,7 @@ from autograd_hacks.support.contexts import plainly_saved, without_collection
 from autograd_hacks.support.copies import Marks
 from autograd_hacks.support.graph import Value
 from autograd_hacks.support.internals import next_node, sequence_number
-from autograd_hacks.support.layout import Layout
+from autograd_hacks.support.layout import Layout, is_time_first
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
@@ -223,7 +223,11 @@ class Recorder:
             ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
         if not any(x.grad_fn is not None for x in ran.outputs):
             ran.known = None
+        self.backward.watching = None
         self._read(path, model, ran)
+        if self.backward.watching is None:  # nothing was read, as of a layer that is the model: each row is for itself
+            rows = max([2, *(len(x) for x in ran.outputs if x.ndim)])
+            self.watch_hooks(None if any(map(is_time_first, ran.modules)) else dict, rows, ran.users_hooks)
         if ran.ends:
             ABOVE.between(self, model, ran)
         self.record.documents = within.documents

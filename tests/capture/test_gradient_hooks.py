@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
-from autograd_hacks.capture import gradient_hooks, lean
+from autograd_hacks.capture import arrivals, gradient_hooks, lean
 from autograd_hacks.errors import SamplesMixed
 
 Change = Callable[[Tensor], Tensor]
@@ -123,6 +123,25 @@ def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begin
             with pytest.raises(SamplesMixed, match=r"the backward hook .*hook .*test_gradient_hooks\.py:\d+"):
                 autograd_hacks.compute_grad1(model)
             model.change = None
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.LSTM(3, 3)])
+@pytest.mark.parametrize("most", [0, 1000])
+def test_hooks_of_any_model_are_noted_while_those_that_are_gone_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, most: int
+) -> None:
+    """Also of a layer that is the model; of an LSTM whose samples are on axis 1."""
+    axis = 1 if isinstance(model, nn.LSTM) else 0
+    own = copy.deepcopy(model).double()
+    with autograd_hacks.add_hooks(own):
+        for _ in range(3):
+            out = own(torch.randn(*[2] * axis, 5, 3).double())
+            out = out[0] if axis else out
+            monkeypatch.setattr(arrivals, "_most", [most])
+            out.register_hook(lambda g: g.flip(axis))
+            out.square().sum().backward()
+            with pytest.raises(SamplesMixed, match="lambda"):
+                autograd_hacks.compute_grad1(own, "sum")
 
 
 @crossed(how=WAYS, what=KEEP, param_grad=[True, False])
