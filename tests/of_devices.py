@@ -11,9 +11,8 @@ aten = torch.ops.aten
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], w: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    root = (
-        x.square().mean([*range(-len(shape), 0)], keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
-    ).rsqrt()
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    root = (x.square().mean([*range(-len(shape), 0)], keepdim=True) + eps).rsqrt()
     return x * root if w is None else x * root * w, root
 
 
@@ -21,9 +20,8 @@ def _rms_norm_backward(
     g: Tensor, x: Tensor, shape: Sequence[int], root: Tensor, w: Tensor | None, _: Any
 ) -> tuple[Tensor, Tensor]:
     h, own = x * root, g if w is None else g * w
-    return root * (own - h * (own * h).mean([*range(-len(shape), 0)], keepdim=True)), (g * h).flatten(
-        0, -len(shape) - 1
-    ).sum(0)
+    along = (own * h).mean([*range(-len(shape), 0)], keepdim=True)
+    return root * (own - h * along), (g * h).flatten(0, -len(shape) - 1).sum(0)
 
 
 ON_CPUS = torch.library.Library("aten", "IMPL")
@@ -34,14 +32,9 @@ for name, computed in {
     "_thnn_fused_lstm_cell": lambda x, h, c, *biases: (c.clone(), c.clone(), x.clone()),
     "_thnn_fused_gru_cell": lambda x, h, state, *biases: (state.clone(), x.clone()),
     "_cudnn_rnn": lambda x, w, n, b, h, c, mode, size, *more: (
-        x.new_zeros(*x.shape[:-1], size),
-        h.clone(),
-        h.clone(),
-        x.new_empty(0),
-        x.new_empty(0),
-    ),
+        x.new_zeros(*x.shape[:-1], size), h.clone(), h.clone(), x.new_empty(0), x.new_empty(0)),
     "_fused_rms_norm_backward": _rms_norm_backward,
-}.items():
+}.items():  # fmt: skip
     ON_CPUS.impl(name, computed, "CPU")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import (
@@ -95,4 +96,7 @@ def uses_of(storage: Any) -> int:
     return int(_C._storage_Use_Count(storage._cdata))
 
 
-__all__ = ["TreeSpec", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_", "tree_unflatten"]
+__all__ = [
+    "TreeSpec", "functorch_config", "register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_",
+    "tree_unflatten",
+]  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -30,7 +29,7 @@ from autograd_hacks.support.graph import (
     put_back_by,
     shape_of,
 )
-from autograd_hacks.support.internals import class_of_function
+from autograd_hacks.support.internals import class_of_function, functorch_config
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -146,7 +145,7 @@ def _put_back(node: Any) -> Iterator[None]:
             box.clear()
             (box.update if isinstance(box, dict | set) else box.extend)(content)
 
-    with restored(undo), functorch.patch(donated_buffer=False) if donates else nullcontext():
+    with restored(undo), functorch_config.patch(donated_buffer=False) if donates else nullcontext():
         yield
 
 

@@ -125,18 +125,14 @@ def test_a_hook_that_moves_samples_is_refused_by_name(how: str, what: str, begin
             model.change = None
 
 
-@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.LSTM(3, 3)])
 @pytest.mark.parametrize("most", [0, 1000])
-def test_hooks_of_any_model_are_noted_while_those_that_are_gone_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, most: int
-) -> None:
+@pytest.mark.parametrize("model", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.LSTM(3, 3)])
+def test_hooks_are_noted_while_gone_ones_are_forgotten(monkeypatch: Any, model: nn.Module, most: int) -> None:
     """Also of a layer that is the model; of an LSTM whose samples are on axis 1."""
-    axis = 1 if isinstance(model, nn.LSTM) else 0
-    own = copy.deepcopy(model).double()
+    axis, own = int(isinstance(model, nn.LSTM)), copy.deepcopy(model).double()
     with autograd_hacks.add_hooks(own):
         for _ in range(3):
-            out = own(torch.randn(*[2] * axis, 5, 3).double())
-            out = out[0] if axis else out
+            out, *_ = own(torch.randn(2, 5, 3).double()) if axis else [own(torch.randn(5, 3).double())]
             monkeypatch.setattr(arrivals, "_most", [most])
             out.register_hook(lambda g: g.flip(axis))
             out.square().sum().backward()

@@ -53,8 +53,7 @@ def test_gradients_that_are_expanded_have_noise() -> None:
 
 
 def test_a_private_step_adds_to_no_gradient() -> None:
-    model = nn.Linear(3, 2)
-    step = autograd_hacks.compile(model, "clip_and_noise", **PRIVATE)
+    step = autograd_hacks.compile(model := nn.Linear(3, 2), "clip_and_noise", **PRIVATE)
     model(torch.ones(4, 3)).sum().backward()
     with pytest.raises(ValueError, match=r"found gradient in \.grad of 'weight', 'bias'"):
         step(torch.zeros(4, 3)).sum().backward()

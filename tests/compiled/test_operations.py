@@ -252,7 +252,7 @@ SEEN = {
         torch._C._set_mkldnn_enabled torch._C._get_mkldnn_enabled torch.nn.Module._call_impl
         torch.nn.Module._compiled_call_impl {DESCRIPTORS} {DESCRIPTORS}.TangentAOTInput {DESCRIPTORS}.PlainAOTInput
         {DESCRIPTORS}.ParamAOTInput {DESCRIPTORS}.BufferAOTInput {DESCRIPTORS}.PlainAOTOutput {DESCRIPTORS}.GradAOTOutput
-        {DESCRIPTORS}.InputMutationAOTOutput""",
+        {DESCRIPTORS}.InputMutationAOTOutput"""
 }
 """{releases: names}.  2.13 and 2.14 ran all tests of compiled steps; of 2.11 and 2.12 the sources were read."""
 RELEASES = {name: releases for releases, names in SEEN.items() for name in names.split()}

@@ -84,10 +84,7 @@ IN_MEMORY = "in which order the arguments have the samples, their strides say"
 CERTIFIED = "whether rows add up to gradients that came to a parameter from several uses: one question, when rows are read"
 SEVERAL = ("encoder", "causal language model", "padded text", "large and tied")
 RECURRENT, BAGS = ("lstm", "gru"), ("embedding bag", "padded bag", "largest of a bag")
-ASKED_OF_ROUTES = {
-    "_local_scalar_dense": "forms/composite.py:gathered",
-    "equal": "graph/memo.py:_equal",
-}
+ASKED_OF_ROUTES = {"_local_scalar_dense": "forms/composite.py:gathered", "equal": "graph/memo.py:_equal"}
 KNOWN = [
     Known("tolist", "reading/certificate.py:check", CERTIFIED, (*SEVERAL, *RECURRENT)),
     Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),

@@ -193,8 +193,7 @@ def test_leaves_outside_of_the_model_get_no_gradient_without_noise(how: str) -> 
             found = losses(model, x, y)
             if how in ("an input", "a batch's") or (how == "no nn.Parameter" and not seen):
                 private.backward(found * outside if how.startswith("no") else found)
-                assert private.step() is not None
-                seen += 1
+                seen += private.step() is not None
                 continue
             with pytest.raises(ValueError, match=r"the losses use \d+ parameters outside of the attached model"):
                 private.backward(found + losses(first, x, y) if how.startswith("a model") else found * outside)

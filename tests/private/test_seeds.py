@@ -110,8 +110,7 @@ def test_seeds_parameters_and_steps_have_noise_of_their_own() -> None:
     for copied in (copy.deepcopy, copy.copy, lambda own: pickle.loads(pickle.dumps(own))):
         found += noise_of(copied(training()), 0)
     with pytest.MonkeyPatch.context() as patched:
-        forked = training()
-        patched.setattr(os, "getpid", lambda: 1)
+        forked, _ = training(), patched.setattr(os, "getpid", lambda: 1)
         found += noise_of(forked, 0)
     correlations = torch.stack(found).double().corrcoef().fill_diagonal_(0)
     assert correlations.abs().max() < 4.5 / 500**0.5

@@ -146,7 +146,6 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
 
 
 def test_a_view_of_a_whole_buffer_is_no_write() -> None:
-    """As transformers' models expand theirs for one sample, and read the mask."""
     model: Any = Bare(lambda m, x: m.a(x if (x == x).all() else -x) + m.table.expand(len(x), -1), a=nn.Linear(4, 3))
     model.register_buffer("table", torch.ones(1, 3))
     with autograd_hacks.add_hooks(model, independent=True):
