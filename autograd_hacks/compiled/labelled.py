@@ -6,14 +6,15 @@ import operator
 
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Found, Joint, Label, Labels, behind, name_of, tensors_of
-from autograd_hacks.compiled.operations import ADJOINTS, rule_of
+from autograd_hacks.compiled.labels import RULES, Found, Joint, Label, Labels, behind, name_of, tensors_of
+from autograd_hacks.compiled.operations import by_law
 from autograd_hacks.graph.label import SUM, At
 from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN
 from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
 
-LINEAR = ADJOINTS.keys() | frozenset(
-    """add sub neg permute transpose t clone alias sum mean expand unsqueeze squeeze _to_copy where
+LINEAR = frozenset(
+    """view _unsafe_view reshape slice select diagonal unbind stack flip roll cat split split_with_sizes unsafe_split
+    unsafe_split_with_sizes constant_pad_nd slice_scatter select_scatter add sub neg permute transpose t clone alias sum mean expand unsqueeze squeeze _to_copy where
     index_put index gather scatter scatter_add diagonal_scatter as_strided copy detach index_add
     index_select unfold unfold_backward repeat cumsum real imag complex view_as_real view_as_complex _conj
     lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 to be read
@@ -81,11 +82,7 @@ def _label(labels: Labels, node: fx.Node) -> Found:
         return labels.unsupported(node, f"there is no rule for the operation {name!r}, a loop or a custom function")
     if SUM in given:
         return _after_sum(labels, node, name)
-    if (rule := rule_of(node)) is not None:
-        return rule(labels, node, *node.args, **node.kwargs)
-    return labels.unsupported(
-        node, f"there is no rule for the operation {name!r} (autograd_hacks.compiled.register_operation({name!r}) adds one)"
-    )
+    return (RULES.get(name) or by_law)(labels, node, *node.args, **node.kwargs)
 
 
 def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:

@@ -366,6 +366,17 @@ def _(sizes: Sizes) -> list[Links]:
     return [[0, 1, *[MIX] * (sizes.n - 2)], [0, *range(2, sizes.n), ALONE]]
 
 
+@axes(
+    """_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward grid_sampler_2d_backward grid_sampler_3d_backward
+    _cdist_backward"""
+)
+def _(sizes: Sizes) -> list[Links]:
+    """The samples are on axis 0, of the log of sums, too, which has fewer axes."""
+    return [[0 if d == 0 else MIX for d in range(len(s or ()))] for s in sizes.ins]
+
+
 @axes("im2col col2im")
 def _(sizes: Sizes) -> list[Links]:
     n = len(sizes.own)

@@ -183,6 +183,14 @@ def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: in
     return [taken(label, links, sizes.out, sizes.own, samples, lambda x: x.diagonal(signed(offset), a, b))]
 
 
+@move("diagonal", reads="offset dim1 dim2")
+def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
+    own, n = sizes.own, len(sizes.own)
+    a, b = axis(dim1, n), axis(dim2, n)
+    links = [ALONE if d in (a, b) else d - (a < d) - (b < d) for d in range(n)]
+    return [spread(label, links, sizes.out, own, samples, lambda x: x.diagonal(signed(offset), a, b))]
+
+
 @move("unfold", reads="dimension size step")
 def _(label: Owned, sizes: Sizes, samples: int, dimension: int, size: int, step: int) -> list[Label]:
     """Windows on axis d, and places in a window on the last axis; windows may share entries."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autograd_hacks.graph.axes import AXES
+from autograd_hacks.graph.axes import AXES, Axes
 from autograd_hacks.graph.label import (
     ALONE,
     MIX,
@@ -138,7 +138,8 @@ class Step:
         """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
-        entry = AXES.get(self.name)
+        is_entrywise = torch.Tag.pointwise in self.operation.func.tags
+        entry = AXES.get(self.name, Axes() if is_entrywise else None)
         if entry is None:
             return None
         return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
@@ -199,6 +200,14 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
         return memory.as_strided(step.given["size"], step.given["stride"])
 
     return [spread(label, [ALONE] * len(own), step.outs[0] or (), own, samples, take)]
+
+
+@_law("slice_scatter select_scatter diagonal_scatter")
+def _(step: Step, label: Owned, samples: int) -> list[Label]:
+    """A part that is written: its derivative is that part of the gradient."""
+    part = MOVES[step.name.replace("scatter", "backward")]
+    found = part.law(label, Sizes(0, step.outs, step.ins[1:]), samples, **step._numbers(part.reads))
+    return [label, *(found or [])]
 
 
 @_law("nonzero")
