@@ -14,8 +14,8 @@ import torch.nn as nn
 from torch import Tensor, fx
 
 from autograd_hacks.compiled import torch_names as compiler
-from autograd_hacks.compiled.labelled import labelled
 from autograd_hacks.compiled.labels import Joint, Labels, after, size
+from autograd_hacks.compiled.operations import labelled
 from autograd_hacks.compiled.proofs import Certificate
 from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation

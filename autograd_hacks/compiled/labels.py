@@ -159,22 +159,18 @@ class Labels:
             self.mixed(node, "the operation works along the samples' axis")
         return self[x] if outputs == 1 else [self[x]] * outputs
 
-    def contract(
-        self, node: fx.Node, at: Mapping[fx.Node, Any], gradient: int | None = None, output: int | None = None
-    ) -> Label:
+    def contract(self, node: fx.Node, at: Mapping[fx.Node, Any], output: int | None = None) -> Label:
         """The label of a node that sums over samples.  Raises SamplesMixed if it is in the forward pass.
 
-        at: {argument: where its samples are}
-        gradient: the place of the argument that the node is linear in
+        at: {argument: where its samples are}.  The node is linear in the first one that depends on the gradient
         output: the number of the result that is the sum
         """
         flat, _ = tree_flatten((node.args, node.kwargs))
         places = {n: at[x] for n, x in enumerate(flat) if isinstance(x, fx.Node) and x in at}
+        gradient = next((n for n in places if flat[n] in self.after_gradients), None)
         if gradient is None:
-            gradient = next((n for n in places if flat[n] in self.after_gradients), None)
-        if gradient is None or flat[gradient] not in self.after_gradients:
-            self.mixed(node, "a sum over samples in the forward pass")
-        self.contractions[node, output] = Contraction(node, places, gradient, output)  # type: ignore[arg-type]
+            return self.mixed(node, "a sum over samples in the forward pass")  # type: ignore[no-any-return]
+        self.contractions[node, output] = Contraction(node, places, gradient, output)
         return SUM
 
 
@@ -219,11 +215,6 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
         x = given.get(name)
         found += x if isinstance(x, list | tuple) else [x]
     return [x if isinstance(x, fx.Node) else None for x in found]
-
-
-def results_of(node: fx.Node) -> list[Any]:
-    """The tensors that an operation returns, as they were traced."""
-    return list(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
 
 
 def place_of(node: fx.Node) -> str:

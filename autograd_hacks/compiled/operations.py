@@ -1,5 +1,6 @@
-"""Where the samples are in the results of operations: the laws of `graph/`, asked backwards.
+"""Labels all nodes of a joint graph: the forward's, the outputs' gradients, and what follows from them.
 
+Where the samples are in an operation's result the laws of `graph/` say, asked backwards.
 A law gives the labels of an operation's tensors from that of a result.  So the label of a result is the one from which its
 law gives each tensor the label that it has.  Laws that read an index get zeros for it, since labels hold for all values: if
 it chose among samples, the law would find all of them in the first one.
@@ -9,6 +10,7 @@ What adds up samples has no such label; it is a contraction.  Rules by name are 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,20 +18,116 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autograd_hacks.compiled.labels import Found, Label, Labels, by_name, name_of, number, shape, size, tensors_of
+from autograd_hacks.compiled.labels import (
+    RULES,
+    Found,
+    Joint,
+    Label,
+    Labels,
+    after,
+    behind,
+    by_name,
+    name_of,
+    number,
+    shape,
+    size,
+    tensors_of,
+)
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import axis
-from autograd_hacks.graph.label import ALONE, MIX, At, Entries, Links, tidied, viewed
+from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Entries, Links, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
-from autograd_hacks.graph.tape_laws import Step, Unshown, operation
+from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN, Step, Unshown, operation
 from autograd_hacks.graph.values import MASKS, Indexed
+from autograd_hacks.support.internals import tree_leaves, without_dispatch_modes
 
 BESIDE = {"cat", "constant_pad_nd", "slice_scatter", "select_scatter"}
 """Operations that may put samples beside others."""
 SUMS = {"sum", "mm", "bmm", "convolution_backward"}
 """Operations that add up along an axis of which their law says that it is lost."""
 ATTENTION = "_scaled_dot_product"
+LINEAR = frozenset(
+    """view _unsafe_view reshape slice select diagonal unbind stack flip roll cat split split_with_sizes unsafe_split
+    unsafe_split_with_sizes constant_pad_nd slice_scatter select_scatter diagonal_scatter add sub neg permute transpose t
+    clone alias sum mean expand unsqueeze squeeze _to_copy where index_put index gather scatter scatter_add as_strided copy
+    detach index_add index_select unfold unfold_backward repeat cumsum real imag complex view_as_real view_as_complex _conj
+    lift_fresh_copy tril triu _fft_r2c _fft_c2r _fft_c2c""".split()  # noqa: SIM905 to be read
+)
+"""Operations that are linear in all of their tensors together, so each may be a sum over samples."""
+MULTIPLE = {
+    "mul": "0 1", "mm": "0 1", "bmm": "0 1", "convolution": "0 1", "addmm": "01 02", "baddbmm": "01 02", "div": "0",
+    "linalg_lu_solve": "2", "linalg_solve_triangular": "1",
+}  # fmt: skip
+"""{an operation: the numbers of the tensors in which it is linear together}"""
+
+
+def labelled(joint: Joint) -> Labels:
+    """The labels of all nodes that parameters' gradients depend on; with ``joint.left`` also of outputs and buffers.
+
+    Raises SamplesMixed, with the operation and its line, if samples mix; UnsupportedOperation for an operation without a
+    rule.
+    """
+    seen = [] if joint.left is None else [*joint.outputs, *joint.left.values()]
+    needed = behind([*joint.gradients.values(), *joint.tangents.values(), *seen])
+    labels = Labels(joint.samples, after_gradients=after(joint.tangents))
+    nodes = [node for node in joint.graph.nodes if node in needed or node in joint.tangents]
+    with without_dispatch_modes():  # laws make tensors, which no compiler is to trace
+        for node in sorted(nodes, key=labels.after_gradients.__contains__):  # the forward's first
+            if (output := joint.tangents.get(node)) is not None:
+                labels.found[node] = labels[output]
+                if not isinstance(labels[output], At):
+                    labels.mixed(output, "an output of the model has no batch axis")
+            elif node.op == "call_function":
+                labels.found[node] = _label(labels, node)
+            else:
+                labels.found[node] = None if (axis := joint.axes.get(node)) is None else At(axis)
+    for name, gradient in joint.gradients.items():
+        if isinstance(labels[gradient], At):
+            labels.mixed(gradient, f"the gradient of {name} has a batch axis")
+    for name, node in (joint.left or {}).items():
+        if labels[node] is not None:
+            labels.mixed(node, f"the forward writes a value to {name} that depends on samples")
+    return labels
+
+
+def _label(labels: Labels, node: fx.Node) -> Found:
+    if node.target is operator.getitem:
+        found = labels[node.args[0]]
+        part = found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]
+        if isinstance(part, Exception):
+            raise part
+        return part
+    given = [labels[x] for x in node.all_input_nodes]
+    if all(label is None or (isinstance(label, list) and not any(label)) for label in given):
+        return None
+    name = name_of(node)
+    if name in UNIFORM | UNWRITTEN or not any(isinstance(x, Tensor) for x in tree_leaves(node.meta.get("val"))):
+        return None
+    if not hasattr(node.target, "_schema"):
+        return labels.unsupported(node, f"there is no rule for the operation {name!r}, a loop or a custom function")
+    if SUM in given:
+        return _after_sum(labels, node, name)
+    return (RULES.get(name) or by_law)(labels, node, *node.args, **node.kwargs)
+
+
+def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
+    """The label of an operation on a sum over samples, which must be linear in it."""
+    if any(isinstance(labels[x], At) for x in node.all_input_nodes):
+        labels.mixed(node, "the operation combines a sum over samples with samples")
+    if name in LINEAR:
+        return SUM
+    sums = {place for place, x in enumerate(tensors_of(node)) if labels[x] is SUM}
+    alternatives = [{int(place) for place in together} for together in MULTIPLE.get(name, "").split()]
+    is_torchs = "::" not in name and name != "_cdist_backward"  # of which torch's vmap is wrong
+    if is_torchs and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
+        alternatives = [{0}]  # a derivative, which is linear in what it is multiplied by
+    if not any(sums <= together for together in alternatives):
+        labels.unsupported(node, "the operation is not known to be linear in the sums over samples that it gets")
+    return SUM
+
+
+# By law.
 
 
 def by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
@@ -64,6 +162,8 @@ def _step(labels: Labels, node: fx.Node, outs: Sequence[Sequence[int] | None]) -
 
     ins = [None if x is None else shape(x) for x in tensors]
     numbers = {name: x if name in known.tensors else number(x) for name, x in given.items()}
+    if tensors and tensors[0] is not None and numbers.get("storage_offset") == size(tensors[0].meta["val"].storage_offset()):
+        numbers["storage_offset"] = None  # it begins with the tensor's first entry
     return Step(known, numbers, ins, outs, [labels[x] is not None for x in tensors], strides, read)
 
 
@@ -189,7 +289,7 @@ def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, entries: int, p
     if by_frequency:
         return labels.mixed(node, "gradients are divided by how often the whole batch reads an entry (scale_grad_by_freq)")
     at = labels.same(node, [labels[g], labels[index]])
-    return labels.contract(node, {g: at, index: at}, 0) if at is not None else None
+    return labels.contract(node, {g: at, index: at}) if at is not None else None
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
@@ -207,4 +307,4 @@ def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Nod
 def _(labels: Labels, node: fx.Node, g: fx.Node, index: fx.Node, *more: Any) -> Found:
     if more[6] == 2 or labels[index] is None:
         return labels.unsupported(node, "the largest entries of bags, or bags that are the same in each batch")
-    return labels.contract(node, {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)}, 0)
+    return labels.contract(node, {x: labels[x] for x in node.all_input_nodes if isinstance(labels[x], At)})

@@ -188,10 +188,10 @@ def _law(names: str) -> Callable[[Law], Law]:
     return enter
 
 
-@_law("as_strided")
+@_law("as_strided as_strided_scatter")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
     """Entries of memory, which begins with the tensor's first one unless the operation says otherwise."""
-    own = step.ins[0] or ()
+    own, part = step.ins[0] or (), step.ins[-1] or ()
     if step.given["storage_offset"] is not None:
         raise Unshown
 
@@ -199,6 +199,8 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
         memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long, device="cpu").copy_(x)
         return memory.as_strided(step.given["size"], step.given["stride"])
 
+    if len(step.ins) > 1:
+        return [label, taken(label, [ALONE] * len(part), own, part, samples, take)]
     return [spread(label, [ALONE] * len(own), step.outs[0] or (), own, samples, take)]
 
 
