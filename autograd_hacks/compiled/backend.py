@@ -17,7 +17,7 @@ from autograd_hacks.compiled import torch_names as compiler
 from autograd_hacks.compiled.labels import Joint, Labels, after, size
 from autograd_hacks.compiled.operations import labelled
 from autograd_hacks.compiled.proofs import Certificate
-from autograd_hacks.compiled.taken_apart import OfOneSample, TakenApart
+from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperation
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.trees import tensors_of
@@ -255,7 +255,7 @@ class _Compilation:
         """The joint graph's outputs, of which number ``first`` is the first gradient, and the verb's results."""
         flat: Any = joint.graph.output_node().args[0]
         with torch.no_grad():
-            apart = OfOneSample(joint, values) if labels is None else TakenApart(joint, labels, values)
+            apart = TakenApart(joint, labels, values)
             made = self.backend.verb(apart, joint.gradients)
             places = {first + place: name for name, place in self.places.items()}
             others = {n: node for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in places}
@@ -263,7 +263,7 @@ class _Compilation:
             sums = apart.weighted() if is_summed else {}
             found: list[Any] = [None] * len(flat)
             for n, node in others.items():
-                found[n] = sums[node] if node in apart.forms else apart.values[node]
+                found[n] = sums[node] if node in apart.forms else apart.env[node]
             for n, name in places.items():
                 found[n] = made.gradients[name] if name in made.gradients else sums.get(joint.gradients[name])
         self.results = list(made.results)

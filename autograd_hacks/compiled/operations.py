@@ -81,7 +81,7 @@ def labelled(joint: Joint) -> Labels:
             elif node.op == "call_function":
                 labels.found[node] = _label(labels, node)
             else:
-                labels.found[node] = None if (axis := joint.axes.get(node)) is None else At(axis)
+                labels.found[node] = None if (d := joint.axes.get(node)) is None else At(d)
     for name, gradient in joint.gradients.items():
         if isinstance(labels[gradient], At):
             labels.mixed(gradient, f"the gradient of {name} has a batch axis")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autograd_hacks.compiled.labels import Joint, Labels
-from autograd_hacks.compiled.taken_apart import TakenApart, over, run_operation
+from autograd_hacks.compiled.taken_apart import Run, TakenApart, over
 from autograd_hacks.errors import ON_COMPILING, VerificationFailed
 from autograd_hacks.reading.certificate import agree, rounding_of_products
 from autograd_hacks.support.contexts import CONV
@@ -54,7 +54,7 @@ class Certificate:
             self._check_rows(given[0], tangents)
             if graph is None:
                 return None
-            expected = _AsTraced(graph).run(*args)
+            expected = Run(graph.graph).run(*args)
         return partial(_check_compiled, expected, max(torch.finfo(dtype).eps for dtype in self.dtypes))
 
     def _check_rows(self, given: list[Any], tangents: list[Tensor]) -> None:
@@ -70,7 +70,7 @@ class Certificate:
         ]
         with torch.random.fork_rng(devices):
             graph: Any = self.joint.graph
-            made = _AsTraced(graph.owning_module, graph=graph).run(*weighted, enable_io_processing=False)
+            made = Run(graph).run(*weighted, enable_io_processing=False)
             sums = dict(zip(graph.output_node().args[0], made))
         whole = [torch.linalg.vector_norm(sums[node].double()) for node in self.joint.gradients.values()]
         scale = float(torch.linalg.vector_norm(torch.stack([x.cpu() for x in whole])))
@@ -87,11 +87,6 @@ class Certificate:
                     f"wrong per-sample gradients: a randomly weighted sum of the rows of {name} differs from the gradient "
                     "of the weighted losses in the same graph." + ON_COMPILING
                 )
-
-
-class _AsTraced(fx.Interpreter):
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return run_operation(target, args, kwargs)
 
 
 def _check_compiled(expected: Any, eps: float, found: list[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -40,13 +39,18 @@ def over(w: Tensor, x: Tensor, at: At) -> Tensor:
     return w.view(-1, *[1] * (x.ndim - at.dim - 1)).to(torch.bool if w.dtype == torch.bool else x.dtype)
 
 
-def run_operation(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation's result, also for tensors with other strides than traced."""
-    if target in (aten.view.default, aten._unsafe_view.default):
-        return args[0].reshape(args[1])
-    if target is aten.slice_scatter.default and len(args) > 4:  # vmap's rule for it counts up to the end that is given
-        args = (*args[:4], min(args[4], args[0].shape[args[2]]), *args[5:])
-    return target(*args, **kwargs)
+class Run(fx.Interpreter):
+    """A run of a graph, also on tensors with other strides than traced."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(graph.owning_module, garbage_collect_values=False, graph=graph)  # type: ignore[arg-type]
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in (aten.view.default, aten._unsafe_view.default):
+            return args[0].reshape(args[1])
+        if target is aten.slice_scatter.default and len(args) > 4:  # vmap's rule for it counts up to the end that is given
+            args = (*args[:4], min(args[4], args[0].shape[args[2]]), *args[5:])
+        return target(*args, **kwargs)
 
 
 def run_contraction(found: Contraction, values: list[Any], spec: Any) -> Any:
@@ -58,47 +62,53 @@ def run_contraction(found: Contraction, values: list[Any], spec: Any) -> Any:
     return made if found.output is None else made[found.output]
 
 
-class TakenApart:
+def _filled(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+
+
+class TakenApart(Run):
     """One run of a joint graph.
 
     values: the values of the placeholders, in their order
+    labels: None for a batch of one sample, where every gradient is the sample's.  Axes of size 1 would be ambiguous
     samples: N of this run
     """
 
-    def __init__(self, joint: Joint, labels: Labels, values: Sequence[Any]) -> None:
-        self.joint, self.labels = joint, labels
-        self.values: dict[fx.Node, Any] = {}
+    def __init__(self, joint: Joint, labels: Labels | None, values: Sequence[Any]) -> None:
+        super().__init__(joint.graph)
+        gradients = [*joint.gradients.values()]
+        self.joint, self.labels, self.samples = joint, labels or Labels(joint.samples), joint.samples
         self.forms: dict[fx.Node, Any] = {}  # for each sum over samples a form, or several for several results
         self._rows: dict[fx.Node, Tensor] = {}  # the written-out rows of gradients
-        given, outputs = iter(values), behind(joint.outputs)
-        self.samples: Any = joint.samples
-        for node in joint.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = next(given)
-                if node in joint.axes:
-                    self.samples = self.values[node].shape[joint.axes[node]]
-            elif node.op == "get_attr":
-                self.values[node] = operator.attrgetter(str(node.target))(joint.graph.owning_module)
-            elif node.op == "call_function" and (node in labels.found or node in outputs):
-                self._run(node)
+        self._needed = self.labels.found.keys() | behind([*joint.outputs, *([] if labels else gradients)])
+        self.run(*values, enable_io_processing=False)
+        if labels is None:
+            self._rows = {node: self.env[node][None][: self.samples] for node in gradients}
+            self.forms = {node: Dense(rows) for node, rows in self._rows.items()}
 
-    def _run(self, node: fx.Node) -> None:
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op == "output" or (node.op == "call_function" and node not in self._needed):
+            return None
         if self.labels[node] is SUM:
             self.forms[node] = self._form(node)
-            return
-        sums = {x: self.forms[x].like.new_empty(x.meta["val"].shape) for x in node.all_input_nodes if self.labels[x] is SUM}
-        args, kwargs = self._arguments(node, self.values | sums)  # of sums only the sizes are read
-        if node.target is aten.convolution_backward.default and node in self.labels.found:
-            args = (*args[:-1], [args[-1][0], False, False])
-        self.values[node] = run_operation(node.target, args, kwargs)
+            return None
+        found = super().run_node(node)
+        if node in self.joint.axes:
+            self.samples = found.shape[self.joint.axes[node]]
+        return found
 
-    def _arguments(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+    def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An operation's arguments.  Of sums over samples only the sizes are read."""
+        sums = {x: self.forms[x].like.new_empty(x.meta["val"].shape) for x in node.all_input_nodes if self.labels[x] is SUM}
+        args, kwargs = _filled(node, self.env | sums if sums else self.env)
+        if node.target is aten.convolution_backward.default and self.labels[node]:
+            args = (*args[:-1], [args[-1][0], False, False])
+        return args, kwargs
 
     def _flat(self, node: fx.Node) -> tuple[list[Any], Any]:
         """An operation's arguments in one list, and the tree that they came from.  Sums over samples are None."""
         flat, spec = tree_flatten((node.args, node.kwargs))
-        return [self.values.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
+        return [self.env.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
 
     # Forms.
 
@@ -114,7 +124,7 @@ class TakenApart:
         sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
         name, first, sizes = name_of(node), self.forms[sums[0]], node.meta["val"].shape
         if name in ("view", "_unsafe_view", "reshape"):  # whose sizes may differ in this run
-            sizes = torch.Size(fx.map_arg(node.args[1], self.values.__getitem__))  # type: ignore[arg-type]
+            sizes = torch.Size(fx.map_arg(node.args[1], self.env.__getitem__))  # type: ignore[arg-type]
         elif not all(isinstance(s, int) for s in sizes):
             return Dense(self._row_by_row(node))
         if name in ("view", "_unsafe_view", "reshape", "clone", "alias", "detach", "unsqueeze", "squeeze"):
@@ -137,7 +147,7 @@ class TakenApart:
             given: Any = node.args
             tensors, dim = given[0], given[1] if len(given) > 1 else 0
             rows = [
-                self.forms[x].dense() if x in self.forms else self.values[x].expand(self.samples, *self.values[x].shape)
+                self.forms[x].dense() if x in self.forms else self.env[x].expand(self.samples, *self.env[x].shape)
                 for x in tensors
             ]
             return torch.cat(rows, dim + 1 if dim >= 0 else dim)
@@ -147,7 +157,7 @@ class TakenApart:
             for place, part in zip(places, parts):
                 own[place] = part
             args, kwargs = tree_unflatten(own, spec)
-            return run_operation(node.target, args, kwargs)
+            return self.call_function(node.target, args, kwargs)
 
         return vmap(one)(*[self.forms[flat[n]].dense() for n in places])
 
@@ -257,15 +267,15 @@ class TakenApart:
         w: N; None for ones
         taken: N booleans, which samples enter the sum; None for all. The others need not be finite
         """
-        values = dict(self.values)
+        values = dict(self.env)
         w = w if w is None or taken is None else w.where(taken, 0)
         for node in self.joint.graph.nodes:
             if self.labels[node] is not SUM or node.op != "call_function":
                 continue
             found = self.labels.contraction_of(node)
             if found is None:
-                args, kwargs = self._arguments(node, values)
-                values[node] = run_operation(node.target, args, kwargs)
+                args, kwargs = _filled(node, values)
+                values[node] = self.call_function(node.target, args, kwargs)
                 continue
             own, spec = self._flat(found.node)
             if taken is not None:  # 0 · inf is NaN
@@ -274,26 +284,8 @@ class TakenApart:
             if w is not None:
                 own[found.gradient] = own[found.gradient] * over(w, own[found.gradient], found.at[found.gradient])
             values[node] = run_contraction(found, own, spec)
-        sums = {node: values[node] for node in self.forms if node in values}
+        sums = {node: values[node] for node in self.forms}
         for gradient, rows in self._rows.items():
             kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)
             sums[gradient] = kept.sum(0) if w is None else torch.tensordot(w.to(rows.dtype), kept, 1)
         return sums
-
-
-class OfOneSample(TakenApart):
-    """The run of a batch of one sample, where every gradient is the sample's.  Axes of size 1 would be ambiguous."""
-
-    def __init__(self, joint: Joint, values: Sequence[Any]) -> None:
-        super().__init__(replace(joint, outputs=[*joint.outputs, *joint.gradients.values()]), Labels(1), values)
-        self.forms = {node: Dense(self.values[node][None][: joint.samples]) for node in joint.gradients.values()}
-
-    def weighted(self, w: Tensor | None = None, taken: Tensor | None = None) -> dict[fx.Node, Tensor]:
-        if not self.samples:  # sums over no samples
-            return {node: self.values[node] for node in self.forms}
-        own = {node: self.values[node] for node in self.forms}
-        if w is None:
-            return own
-        if taken is not None:
-            w, own = w.where(taken, 0), {node: x.where(taken[0], 0) for node, x in own.items()}
-        return {node: x * w[0].to(x.dtype) for node, x in own.items()}
