@@ -203,7 +203,7 @@ def _candidates(step: Step, o: int, given: Mapping[int, At], samples: int) -> It
             if isinstance(found, At):
                 yield found
             continue
-        for d in sorted(range(len(out)), key=lambda d: (d != at.dim, d)):
+        for d in range(len(out)):
             for inner in (at.inner, out[d] // samples, 1):
                 if out[d] and out[d] % (samples * max(1, inner)) == 0:
                     yield At(d, out[d] // (samples * inner), inner)
@@ -262,14 +262,14 @@ def _known(index: fx.Node | None, samples: int) -> Tensor | None:
 def _added_up(labels: Labels, node: fx.Node, step: Step) -> Label:
     """The label of a tensor to which samples are added by indices."""
     given, out = by_name(node), step.outs[0] or ()
-    x, added = given["self"], given.get("values", given.get("source", given.get("src")))
-    if labels[x] is not None or not (step.name in ("index_add", "scatter_add") or given.get("accumulate")):
+    x, added = given["self"], given.get("values", given.get("src"))
+    if labels[x] is not None or not (step.name == "scatter_add" or given.get("accumulate")):
         return labels.mixed(node, "samples are taken or written by index, or the last one that is written wins")
-    indices, d = _pointers(given[step.operation.read]), axis(step.given.get("dim", 0), len(out))
     if step.name == "scatter_add":
-        ends, first, last = dict.fromkeys((added, *indices), len(out)), d, d + 1
+        indices, first = [given["index"]], axis(given["dim"], len(out))
+        ends, last = dict.fromkeys((added, *indices), len(out)), first + 1
     else:  # each tensor's last axis is before this one of the axes that the indices and the rest have together
-        by = Indexed([*[None] * d, *step.read()] if step.name == "index_put" else [*[None] * d, step.read()], out)
+        indices, by = _pointers(given["indices"]), Indexed(step.read(), out)
         first, last = by.start, by.start + by.axes
         ends = {added: by.axes + len(by.left)} | dict.fromkeys(indices, last)
     before = {y: end - len(shape(y)) for y, end in ends.items()}
