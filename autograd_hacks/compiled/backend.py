@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -22,8 +22,8 @@ from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperati
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.trees import tensors_of
 
-Axes = Mapping[int, int]
-"""The axis of the samples in tensors among a forward's arguments, by id."""
+if TYPE_CHECKING:
+    from autograd_hacks.compiled.step import CompiledStep
 
 
 @dataclass
@@ -38,115 +38,76 @@ class Made:
     results: dict[str, Tensor] = field(default_factory=dict)
 
 
-Verb = Callable[[TakenApart, Mapping[str, fx.Node]], Made]
-"""Computes results from the run of a graph and its gradients by the parameters' names."""
-Deliver = Callable[[dict[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Receives a backward pass's results by name, and the gradients that are about to arrive, by parameter.  Returns gradients
-that replace some of them."""
-
-
-@dataclass
-class Backend:
-    """torch.compile calls it with the whole graph of a model.
-
-    model: the model with the parameters
-    verb: computes the results
-    begin: is called before each backward pass
-    deliver: is called after each backward pass
-    compiles: whether inductor compiles graphs
-    is_private: whether buffers must not depend on samples
-    axes: the samples' axes in the arguments of the forward that is traced
-    given: the ids of the tensors among these arguments
-    compilations: how often torch.compile has called it
-    is_symbolic: whether the last of these graphs was of symbolic sizes
-    failed: why the backward that belongs to the last graph wasn't compiled
-    made_of_samples: in private steps, what the last forward made from samples
-    """
-
-    model: nn.Module
-    verb: Verb
-    begin: Callable[[], None]
-    deliver: Deliver
-    compiles: bool
-    is_private: bool
-    axes: Axes = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
-    compilations: int = 0
-    is_symbolic: bool = False
-    failed: Exception | None = None
-    made_of_samples: list[Any] = field(default_factory=list)
-
-    def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        self.compilations += 1
-        self.is_symbolic = any(compiler.is_symbolic(x) for x in examples)
-        for name in compiler.lost(module.graph, examples):
-            raise UnsupportedOperation(
-                f"the forward writes in place to {name}, one number in float64, and torch's compiler loses what is written. "
-                "Keep it in float32, or as a tensor of shape (1,)." + ON_COMPILING
-            )
-        one = _Compilation(
-            self, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")]
+def compiled(step: CompiledStep, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """What torch.compile calls with the whole graph of a step's model."""
+    step._compilations += 1
+    step._is_symbolic = any(compiler.is_symbolic(x) for x in examples)
+    for name in compiler.lost(module.graph, examples):
+        raise UnsupportedOperation(
+            f"the forward writes in place to {name}, one number in float64, and torch's compiler loses what is written. "
+            "Keep it in float32, or as a tensor of shape (1,)." + ON_COMPILING
         )
-        made = compiler.aot_autograd(
-            fw_compiler=one.forward,
-            bw_compiler=one.backward,
-            partition_fn=one.partition,
-            decompositions=compiler.decompositions(),
+    one = Compilation(step, list(examples), [compiler.source_of(node) for node in module.graph.find_nodes(op="placeholder")])
+    made = compiler.aot_autograd(
+        fw_compiler=one.forward,
+        bw_compiler=one.backward,
+        partition_fn=one.partition,
+        decompositions=compiler.decompositions(),
+    )
+    recurrent = (module for module in step.model.modules() if isinstance(module, nn.RNNBase))
+    with compiler.recurrent_layers_unrolled() if any(recurrent) else nullcontext():
+        run: Callable[..., Any] = made(module, examples)
+    if step._failed is not None:  # which torch would tell in the backward pass, when the forward has changed buffers
+        raise step._failed
+    if not step._is_private:
+        return run
+
+    def watched(*args: Any) -> Any:
+        found = run(*args)
+        step._made_of_samples = [found[n] for n in one.made_of_samples]
+        return found
+
+    return watched
+
+
+def axes_of(batch: Batch, batch_dim: BatchDim) -> dict[int, int]:
+    """The samples' axes in the tensors among a forward's arguments, by id.  Raises ValueError if their sizes differ."""
+    axes = batch.axes
+    if axes is None:
+        axes = [batch_dim if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
+    there = [(x, axis % x.ndim) for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)]
+    if len({x.shape[axis] for x, axis in there}) > 1:
+        raise ValueError(
+            f"compile was given batch={batch_dim!r}, but arguments of shapes {[tuple(x.shape) for x, _ in there]} have "
+            "different sizes on that axis. Give a tree of axes, None for an argument without samples: batch=(0, None), or "
+            "{'input_ids': 0, 'table': None}." + ON_COMPILING
         )
-        recurrent = (module for module in self.model.modules() if isinstance(module, nn.RNNBase))
-        with compiler.recurrent_layers_unrolled() if any(recurrent) else nullcontext():
-            compiled: Callable[..., Any] = made(module, examples)
-        if self.failed is not None:  # which torch would tell in the backward pass, when the forward has changed buffers
-            raise self.failed
-        if not self.is_private:
-            return compiled
-
-        def watched(*args: Any) -> Any:
-            found = compiled(*args)
-            self.made_of_samples = [found[n] for n in one.made_of_samples]
-            return found
-
-        return watched
-
-    def find_axes(self, batch: Batch, batch_dim: BatchDim) -> None:
-        """Sets where the samples are in the arguments of the next forward.  Raises ValueError if their sizes differ."""
-        self.given = {id(x) for x in batch.leaves if isinstance(x, Tensor)}
-        axes = batch.axes
-        if axes is None:
-            axes = [batch_dim if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
-        found = {id(x): axis % x.ndim for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)}
-        sizes = {id(x): x.shape[found[id(x)]] for x in batch.leaves if id(x) in found}
-        if len(set(sizes.values())) > 1:
-            shapes = [tuple(x.shape) for x in batch.leaves if id(x) in found]
-            raise ValueError(
-                f"compile was given batch={batch_dim!r}, but arguments of shapes {shapes} have different sizes on that "
-                "axis. Give a tree of axes, None for an argument without samples: batch=(0, None), or {'input_ids': 0, "
-                "'table': None}." + ON_COMPILING
-            )
-        self.axes = found
-
-    def check_kept(self, found: Any) -> None:
-        """Raises SamplesMixed if the model of a private step keeps a tensor that depends on samples for later steps."""
-        made, self.made_of_samples = self.made_of_samples, []
-        returned = {id(x) for x in tensors_of(found)}
-        if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
-            raise SamplesMixed(
-                f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that depends on samples, in an attribute or a "
-                "list. Later steps could use it, which private training must exclude. Return it, or don't keep it."
-                + ON_COMPILING
-            )
+    return {id(x): axis for x, axis in there}
 
 
-class _Compilation:
+def check_kept(made: Sequence[Any], found: Any) -> None:
+    """Raises SamplesMixed if the model of a private step keeps a tensor that depends on samples for later steps.
+
+    made: what the forward made of samples    found: what it returned"""
+    returned = {id(x) for x in tensors_of(found)}
+    if kept := [x for x in made if isinstance(x, Tensor) and id(x) not in returned]:
+        raise SamplesMixed(
+            f"the forward keeps a tensor of shape {tuple(kept[0].shape)} that depends on samples, in an attribute or a "
+            "list. Later steps could use it, which private training must exclude. Return it, or don't keep it."
+            + ON_COMPILING
+        )
+
+
+class Compilation:
     """The compilation of one graph."""
 
-    def __init__(self, backend: Backend, examples: list[Any], names: list[str]) -> None:
-        self.backend, self.examples, self.names = backend, examples, names
-        first = {id(p): name for name, p in reversed(list(backend.model.named_parameters(remove_duplicate=False)))}
+    def __init__(self, step: CompiledStep, examples: list[Any], names: list[str]) -> None:
+        self.step, self.examples, self.names = step, examples, names
+        first = {id(p): name for name, p in reversed(list(step.model.named_parameters(remove_duplicate=False)))}
         self.parameters = {n: first[id(x)] for n, x in enumerate(examples) if id(x) in first}
-        buffers = {id(b) for b in backend.model.buffers()}
+        buffers = {id(b) for b in step.model.buffers()}
         self.is_buffer = {n for n, x in enumerate(examples) if id(x) in buffers}
-        self.axes = backend.axes
+        self.axes = step._axes
         self.full: fx.GraphModule | None = None  # the backward with all results
         self.results: list[str] = []
         self.places: dict[str, int] = {}  # the places of parameters' gradients in the backward's outputs
@@ -172,7 +133,7 @@ class _Compilation:
         flat: Any = graph.output_node().args[0]
         others = [node for node in flat if isinstance(node, fx.Node) and node not in gradients.values()]
         left = None
-        if self.backend.is_private:
+        if self.step._is_private:
             left = {self.names[n]: node for n, node in ends.written.items() if id(self.examples[n]) not in self.axes}
             of_samples = after(axes)
             self.made_of_samples = [idx for idx, node in ends.outputs.items() if node in of_samples]
@@ -201,7 +162,7 @@ class _Compilation:
         if (
             isinstance(x, Tensor)
             and x.ndim
-            and id(x) not in self.backend.given
+            and id(x) not in self.step._given
             and ("['args']" in name or "['kwargs']" in name)
         ):
             raise UnsupportedOperation(
@@ -227,15 +188,15 @@ class _Compilation:
         placeholders, kinds = module.graph.find_nodes(op="placeholder"), module.graph.output_node().meta["desc"]
         traced = compiler.make_fx(
             torch.func.functionalize(partial(self._run, joint, labels, num_fwd_outputs)),  # partitions support no writing
-            tracing_mode="symbolic" if self.backend.is_symbolic else "fake",
+            tracing_mode="symbolic" if self.step._is_symbolic else "fake",
             _allow_non_fake_inputs=True,
-            decomposition_table=compiler.lowered() if self.backend.compiles else {},
+            decomposition_table=compiler.lowered() if self.step._compiles else {},
         )(*(node.meta["val"] for node in placeholders))
         for own, before in zip(traced.graph.find_nodes(op="placeholder"), placeholders):
             own.target = own.name = before.target
             own.meta["desc"] = before.meta["desc"]
         compiler.without_idle_views(traced.graph)
-        if self.backend.compiles:
+        if self.step._compiles:
             traced = compiler.with_random_numbers_of_inductor(traced)
         traced.graph.eliminate_dead_code()
         traced.recompile()
@@ -256,7 +217,7 @@ class _Compilation:
         flat: Any = joint.graph.output_node().args[0]
         with torch.no_grad():
             apart = TakenApart(joint, labels, values)
-            made = self.backend.verb(apart, joint.gradients)
+            made = self.step._make(apart, joint.gradients)
             places = {first + place: name for name, place in self.places.items()}
             others = {n: node for n, node in enumerate(flat) if isinstance(node, fx.Node) and n not in places}
             is_summed = joint.gradients.keys() - made.gradients or any(node in apart.forms for node in others.values())
@@ -295,27 +256,27 @@ class _Compilation:
         try:
             compiled = self._compiled(full, inputs, is_backward=True)
         except Exception as error:  # torch's compiler raises anything
-            self.backend.failed = error
+            self.step._failed = error
             raise
         count = len(self.results)
 
         def call(args: list[Any]) -> Any:
             certificate = self.certificate
-            check = certificate.begin_backward(full if self.backend.compiles else None, args) if certificate else None
-            self.backend.begin()
+            check = certificate.begin_backward(full if self.step._compiles else None, args) if certificate else None
+            self.step._begin()
             found = list(compiled(args))
             if check is not None:
                 check(found)
             results, found = dict(zip(self.results, found[len(found) - count :])), found[: len(found) - count]
             gradients = {name: found[n] for name, n in self.places.items() if found[n] is not None}
-            for name, gradient in self.backend.deliver(results, gradients).items():
+            for name, gradient in self.step._deliver(results, gradients).items():
                 found[self.places[name]] = gradient
             return found
 
         return compiler.boxed(call)
 
     def _compiled(self, graph: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Callable[[list[Any]], Any]:
-        if self.backend.compiles:
+        if self.step._compiles:
             compiled: Callable[[list[Any]], Any] = compiler.compile_fx_inner(graph, inputs, is_backward=is_backward)
             return compiled
 

@@ -169,7 +169,7 @@ class Labels:
         places = {n: at[x] for n, x in enumerate(flat) if isinstance(x, fx.Node) and x in at}
         gradient = next((n for n in places if flat[n] in self.after_gradients), None)
         if gradient is None:
-            return self.mixed(node, "a sum over samples in the forward pass")  # type: ignore[no-any-return]
+            return self.mixed(node, "a sum over samples in the forward pass")
         self.contractions[node, output] = Contraction(node, places, gradient, output)
         return SUM
 

@@ -132,7 +132,7 @@ def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
 
 def by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     made, found, index = node.meta["val"], list[Label | Exception](), operation(node.target).read
-    masks = [x for x in index and _pointers(by_name(node)[index]) if x.meta["val"].dtype in MASKS]
+    masks = [x for x in (_pointers(by_name(node)[index]) if index else ()) if x.meta["val"].dtype in MASKS]
     if any(labels[mask] is not None or len(shape(mask)) > 1 for mask in masks):
         why = "a mask picks as many entries as its values say; torch.where(mask, a, b) keeps sizes"
         return labels.unsupported(masks[0], why)
@@ -188,8 +188,8 @@ def _of_result(labels: Labels, node: fx.Node, step: Step, o: int) -> Label:
     if MOVES.get(step.name) is MOVES["view"]:
         return labels.unsupported(node, "a view cuts the axis of samples")
     if links is None and step.name not in MOVES:
-        why = f"there is no rule for the operation {step.name!r} (autograd_hacks.compiled.register_operation({step.name!r}) adds one)"
-        return labels.unsupported(node, why)
+        adds = f"autograd_hacks.compiled.register_operation({step.name!r}) adds one"
+        return labels.unsupported(node, f"there is no rule for the operation {step.name!r} ({adds})")
     return _summed(labels, node, links or [], given, o)
 
 

@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor, fx
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.compiled.backend import Backend, Made
+from autograd_hacks.compiled.backend import Made, axes_of, check_kept, compiled
 from autograd_hacks.compiled.labels import last_line, size
 from autograd_hacks.compiled.taken_apart import TakenApart
 from autograd_hacks.compiled.torch_names import (
@@ -79,9 +79,12 @@ class CompiledStep(nn.Module):
         self._arriving: dict[str, tuple[int, int]] = {}  # its gradients' addresses and versions
         self._before = NO_TASK, ""  # the pass in which a parameter got gradient before the graph ran, and its name
         self._within = NO_TASK  # the pass in which the step was called last
-        self._backend = Backend(
-            model, self._make, self._begin, self._deliver, backend is not None, is_private=verb == "clip_and_noise"
-        )
+        self._compiles, self._is_private = backend is not None, verb == "clip_and_noise"
+        self._axes: Mapping[int, int] = {}  # of the samples, in the arguments of the forward that is traced, by id
+        self._given = set[int]()  # the ids of the tensors among these arguments
+        self._compilations, self._is_symbolic = 0, False  # whether the last one was of symbolic sizes
+        self._failed: Exception | None = None  # why the backward that belongs to the last graph wasn't compiled
+        self._made_of_samples: list[Any] = []  # in private steps, what the last forward made of samples
         self._ties: dict[str, str] | None = None
         self._compile(dynamic)
 
@@ -91,7 +94,9 @@ class CompiledStep(nn.Module):
         own = _run.__code__.replace(co_name=f"_run_{next(_COUNT)}")
         run = types.FunctionType(own, _run.__globals__, own.co_name)
         self._dynamic, self._context = dynamic, compiling(MOST if dynamic is not False else MOST_FIXED)
-        self._compiled: Callable[..., Any] = torch.compile(run, backend=self._backend, fullgraph=True, dynamic=dynamic)
+        self._compiled: Callable[..., Any] = torch.compile(
+            run, backend=partial(compiled, self), fullgraph=True, dynamic=dynamic
+        )
 
     def __deepcopy__(self, memo: object) -> CompiledStep:
         raise TypeError("a compiled step can't be copied; copy its .model and compile the copy" + ON_COMPILING)
@@ -133,9 +138,10 @@ class CompiledStep(nn.Module):
                 f"The step computes {self.verb!r} itself; autograd_hacks.compile lists what else it can. Call remove_hooks "
                 "first, or the model instead of the step." + ON_COMPILING
             )
-        self._backend.find_axes(Batch.of(args, kwargs, self._batch), self._batch)
+        batch = Batch.of(args, kwargs, self._batch)
+        self._axes, self._given = axes_of(batch, self._batch), {id(x) for x in batch.leaves if isinstance(x, Tensor)}
         self._results, self._within = {}, current_task()
-        before, began = self._backend.compilations, perf_counter()
+        before, began = self._compilations, perf_counter()
         is_new = self._see_ties()
         try:
             found = self._call(args, kwargs)
@@ -150,11 +156,12 @@ class CompiledStep(nn.Module):
                 f"autograd_hacks: {type(self.model).__name__} is compiled for each size of its arguments: {why}",
                 file=sys.stderr,
             )
-        if is_new or self._backend.compilations > before:
+        if is_new or self._compilations > before:
             self._watch()
-        self._backend.check_kept(found)
+        check_kept(self._made_of_samples, found)
+        self._made_of_samples = []
         took = perf_counter() - began
-        if self._backend.compilations > before and took > SLOW:
+        if self._compilations > before and took > SLOW:
             print(f"autograd_hacks: {took:.1f} s to compile {type(self.model).__name__}, {self.verb!r}", file=sys.stderr)
         return found
 
@@ -174,7 +181,7 @@ class CompiledStep(nn.Module):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the compiled model.  Raises UnsupportedOperation if it can't be compiled."""
-        self._backend.failed = None
+        self._failed = None
         try:
             with self._context:
                 return self._compiled(self.model, args, kwargs)

@@ -123,17 +123,16 @@ class TakenApart(Run):
             return [Dense(rows) for rows in self._row_by_row(node)]
         sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
         name, first, sizes = name_of(node), self.forms[sums[0]], node.meta["val"].shape
-        if name in ("view", "_unsafe_view", "reshape"):  # whose sizes may differ in this run
+        if name == "view":  # whose sizes may differ in this run
             sizes = torch.Size(fx.map_arg(node.args[1], self.env.__getitem__))  # type: ignore[arg-type]
         elif not all(isinstance(s, int) for s in sizes):
             return Dense(self._row_by_row(node))
-        if name in ("view", "_unsafe_view", "reshape", "clone", "alias", "detach", "unsqueeze", "squeeze"):
+        if name in ("view", "clone", "alias", "unsqueeze", "squeeze"):
             return reshaped(first, sizes)
         if name == "copy" and sums == [node.args[1]] and first.shape == sizes:
             return first
-        if name in ("t", "transpose", "permute") and len(sizes) == 2:
-            is_turned = name != "permute" or list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
-            return transposed(first, (0, 1), sizes) if is_turned else first
+        if name == "permute" and len(sizes) == 2:
+            return transposed(first, (0, 1), sizes) if node.args[1][0] % 2 else first  # type: ignore[index, operator]
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))

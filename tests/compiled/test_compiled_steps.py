@@ -278,7 +278,7 @@ def test_gradient_past_the_graph_is_noticed() -> None:
 
 
 def test_compiled_code_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = backends._Compilation._compiled
+    own = backends.Compilation._compiled
 
     def wrong(self: Any, graph: Any, inputs: Any, is_backward: bool) -> Any:
         run = own(self, graph, inputs, is_backward)
@@ -289,7 +289,7 @@ def test_compiled_code_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
         return doubled
 
-    monkeypatch.setattr(backends._Compilation, "_compiled", wrong)
+    monkeypatch.setattr(backends.Compilation, "_compiled", wrong)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     step = autograd_hacks.compile(model, "clip", max_norm=1.0, loss_type="sum")
     with pytest.raises(VerificationFailed, match="compiled code is wrong"):
