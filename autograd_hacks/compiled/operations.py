@@ -46,7 +46,6 @@ BESIDE = {"cat", "constant_pad_nd", "slice_scatter", "select_scatter"}
 """Operations that may put samples beside others."""
 SUMS = {"sum", "mm", "bmm", "convolution_backward"}
 """Operations that add up along an axis of which their law says that it is lost."""
-ATTENTION = "_scaled_dot_product"
 LINEAR = frozenset(
     """view _unsafe_view reshape slice select diagonal unbind stack flip roll cat split split_with_sizes unsafe_split
     unsafe_split_with_sizes constant_pad_nd slice_scatter select_scatter diagonal_scatter add sub neg permute transpose t
@@ -139,8 +138,9 @@ def by_law(labels: Labels, node: fx.Node, *_: Any, **__: Any) -> Found:
     is_one = not isinstance(made, tuple | list)
     outs = [[size(s) for s in y.shape] if isinstance(y, Tensor) else None for y in ([made] if is_one else made)]
     step = _step(labels, node, outs)
+    is_attention = step.name.startswith("_scaled_dot_product") and not step.name.endswith("backward")
     for o, out in enumerate(outs):
-        if out is None or 0 in out or (o > 1 and step.name.startswith(ATTENTION)):  # lengths and seeds: sizes alone say them
+        if out is None or 0 in out or (o > 1 and is_attention):  # lengths and seeds: sizes alone say them
             found.append(None)
             continue
         try:

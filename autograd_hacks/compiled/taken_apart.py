@@ -53,19 +53,6 @@ class Run(fx.Interpreter):
         return target(*args, **kwargs)
 
 
-def run_contraction(found: Contraction, values: list[Any], spec: Any) -> Any:
-    """The sum, from the flattened arguments."""
-    if found.node.target is aten.convolution_backward.default:
-        values[-3:] = [found.output == k for k in range(3)]
-    args, kwargs = tree_unflatten(values, spec)
-    made = found.node.target(*args, **kwargs)  # type: ignore[operator]
-    return made if found.output is None else made[found.output]
-
-
-def _filled(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
-
-
 class TakenApart(Run):
     """One run of a joint graph.
 
@@ -100,15 +87,38 @@ class TakenApart(Run):
     def fetch_args_kwargs_from_env(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An operation's arguments.  Of sums over samples only the sizes are read."""
         sums = {x: self.forms[x].like.new_empty(x.meta["val"].shape) for x in node.all_input_nodes if self.labels[x] is SUM}
-        args, kwargs = _filled(node, self.env | sums if sums else self.env)
+        values = self.env | sums if sums else self.env
+        args: Any = fx.map_arg(node.args, values.__getitem__)
         if node.target is aten.convolution_backward.default and self.labels[node]:
             args = (*args[:-1], [args[-1][0], False, False])
-        return args, kwargs
+        return args, fx.map_arg(node.kwargs, values.__getitem__)
 
-    def _flat(self, node: fx.Node) -> tuple[list[Any], Any]:
-        """An operation's arguments in one list, and the tree that they came from.  Sums over samples are None."""
+    def _flat(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[list[Any], Any]:
+        """An operation's arguments in one list, and the tree that they came from."""
         flat, spec = tree_flatten((node.args, node.kwargs))
-        return [self.env.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
+        return [values.get(x) if isinstance(x, fx.Node) else x for x in flat], spec
+
+    def _called(self, node: fx.Node, values: list[Any], spec: Any, output: int | None) -> Any:
+        """An operation's result from its flattened arguments.  output: the number of the only one that is wanted"""
+        if output is not None and node.target is aten.convolution_backward.default:
+            values[-3:] = [output == k for k in range(3)]
+        made = self.call_function(node.target, *tree_unflatten(values, spec))
+        return made if output is None else made[output]
+
+    def _each(self, node: fx.Node, parts: Mapping[int, Tensor], at: Mapping[int, At], output: int | None = None) -> Any:
+        """An operation for each sample.
+
+        parts: {place among the flattened arguments: its part for each sample}    at: where the samples were in some of them
+        """
+        values, spec = self._flat(node, self.env)
+
+        def one(*tensors: Tensor) -> Any:
+            own = list(values)
+            for n, x in zip(parts, tensors):
+                own[n] = x.flatten(at[n].dim, at[n].dim + 1) if n in at and at[n].outer > 1 else x
+            return self._called(node, own, spec, output)
+
+        return vmap(one)(*parts.values())
 
     # Forms.
 
@@ -139,9 +149,6 @@ class TakenApart(Run):
 
     def _row_by_row(self, node: fx.Node) -> Any:
         """An operation on sums over samples, for each sample."""
-        values, spec = self._flat(node)
-        flat: list[Any] = tree_leaves((node.args, node.kwargs))
-        places = [n for n, x in enumerate(flat) if self.labels[x] is SUM]
         if node.target is aten.cat.default:  # torch's vmap rule for it holds for one N only
             given: Any = node.args
             tensors, dim = given[0], given[1] if len(given) > 1 else 0
@@ -150,18 +157,11 @@ class TakenApart(Run):
                 for x in tensors
             ]
             return torch.cat(rows, dim + 1 if dim >= 0 else dim)
-
-        def one(*parts: Tensor) -> Any:
-            own = list(values)
-            for place, part in zip(places, parts):
-                own[place] = part
-            args, kwargs = tree_unflatten(own, spec)
-            return self.call_function(node.target, args, kwargs)
-
-        return vmap(one)(*[self.forms[flat[n]].dense() for n in places])
+        flat: list[Any] = tree_leaves((node.args, node.kwargs))
+        return self._each(node, {n: self.forms[x].dense() for n, x in enumerate(flat) if self.labels[x] is SUM}, {})
 
     def _contracted(self, found: Contraction) -> Form:
-        node, (values, spec) = found.node, self._flat(found.node)
+        node, (values, _) = found.node, self._flat(found.node, self.env)
         is_plain = all((at.dim, at.outer, at.inner) == (0, 1, 1) for at in found.at.values())
         if node.target is aten.mm.default:
             return self._outer(values, found.at)
@@ -173,7 +173,11 @@ class TakenApart(Run):
             return lookup(index.expand(g.shape[:-1]), g, torch.Size((node.args[2], g.shape[-1])), padding)  # type: ignore[arg-type]
         if node.target is aten._embedding_bag_backward.default:
             return self._of_bags(values, found.at)
-        return Dense(self._sample_by_sample(found, values, spec))
+        parts = {n: unfolded(values[n], at, self.samples) for n, at in found.at.items()}
+        if name_of(node) in ("index_put", "scatter_add") and 0 not in parts:
+            # vmap expands the destination, and inductor (torch 2.13, pytorch#183986) then writes all samples to one memory.
+            parts[0] = values[0].new_zeros([self.samples, *values[0].shape]) + values[0]
+        return Dense(self._each(node, parts, found.at, found.output))
 
     def _of_bags(self, values: Sequence[Any], at: Mapping[int, At]) -> Form:
         """The form of sums or means of a table's entries."""
@@ -197,24 +201,6 @@ class TakenApart(Run):
         stride, padding, dilation, is_transposed, _, groups = args[4:10]
         x = x.expand(g.shape[0], *x.shape[1:])
         return weight_gradient(x.conj(), g, w.shape, stride, padding, dilation, groups, is_transposed)
-
-    def _sample_by_sample(self, found: Contraction, values: list[Any], spec: Any) -> Tensor:
-        """The form of any other operation, which runs for each sample's part of its tensors."""
-        node, at = found.node, dict(found.at)
-        parts = {n: unfolded(values[n], own, self.samples) for n, own in at.items()}
-        writes = name_of(node) in ("index_put", "_unsafe_index_put", "scatter_add", "index_add") and 0 not in at
-        if writes:
-            # vmap expands the destination, and inductor (torch 2.13, pytorch#183986) then writes all samples to one memory.
-            parts[0] = values[0].new_zeros([self.samples, *values[0].shape]) + values[0]
-
-        def one(*tensors: Tensor) -> Any:
-            own = list(values)
-            for n, x in zip(parts, tensors):
-                where = at.get(n)
-                own[n] = x.flatten(where.dim, where.dim + 1) if where is not None and where.outer > 1 else x
-            return run_contraction(found, own, spec)
-
-        return vmap(one)(*parts.values())
 
     # Results from forms.
 
@@ -271,18 +257,14 @@ class TakenApart(Run):
         for node in self.joint.graph.nodes:
             if self.labels[node] is not SUM or node.op != "call_function":
                 continue
-            found = self.labels.contraction_of(node)
-            if found is None:
-                args, kwargs = _filled(node, values)
-                values[node] = self.call_function(node.target, args, kwargs)
-                continue
-            own, spec = self._flat(found.node)
+            found = self.labels.contraction_of(node) or Contraction(node, {}, 0)
+            own, spec = self._flat(found.node, values)
             if taken is not None:  # 0 · inf is NaN
                 for n, at in found.at.items():
                     own[n] = own[n].where(over(taken, own[n], at), 0) if own[n].is_floating_point() else own[n]
-            if w is not None:
+            if w is not None and found.at:
                 own[found.gradient] = own[found.gradient] * over(w, own[found.gradient], found.at[found.gradient])
-            values[node] = run_contraction(found, own, spec)
+            values[node] = self._called(found.node, own, spec, found.output)
         sums = {node: values[node] for node in self.forms}
         for gradient, rows in self._rows.items():
             kept = rows if taken is None else rows.where(taken.view(-1, *[1] * (rows.ndim - 1)), 0)

@@ -211,6 +211,7 @@ def uses(model: Any, h: Tensor) -> Tensor:
     tokens = (h.detach()[..., 0] * 3).long().abs() % N
     y = h * model.bare + model.table(tokens) + model.table(torch.arange(N))[:, None]
     y = model.conv(y) + y.index_add(1, torch.tensor([0, 0, 1]), model.bare.expand(N, 3, N))
+    y = y + F.scaled_dot_product_attention(h[:, None], h[:, None], model.last(h)[:, None])[:, 0]
     return y + F.linear(y, model.table.weight) + model.bare
 
 
