@@ -20,7 +20,6 @@ import autograd_hacks
 from autograd_hacks.compiled import torch_names
 from autograd_hacks.compiled.labels import RULES
 from autograd_hacks.errors import SamplesMixed, UnsupportedOperation
-from autograd_hacks.graph.axes import AXES
 
 N = 6
 """Samples, positions and features: no size tells an axis."""
@@ -222,10 +221,6 @@ def test_uses_of_parameters(inner: Inner) -> None:
     step(x).sum().backward()
     for name, rows in one_loss_at_a_time(model, lambda: model(x)).items():
         assert_close(model.get_parameter(name).grad1, rows)
-
-
-def test_no_operation_has_a_rule_beside_its_law_of_axes() -> None:
-    assert not RULES.keys() & AXES.keys()
 
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
