@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -22,9 +22,6 @@ from autograd_hacks.errors import ON_COMPILING, SamplesMixed, UnsupportedOperati
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.support.trees import tensors_of
 
-if TYPE_CHECKING:
-    from autograd_hacks.compiled.step import CompiledStep
-
 
 @dataclass
 class Made:
@@ -38,8 +35,8 @@ class Made:
     results: dict[str, Tensor] = field(default_factory=dict)
 
 
-def compiled(step: CompiledStep, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    """What torch.compile calls with the whole graph of a step's model."""
+def compiled(step: Any, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """What torch.compile calls with the whole graph of a model.  step: the `CompiledStep`"""
     step._compilations += 1
     step._is_symbolic = any(compiler.is_symbolic(x) for x in examples)
     for name in compiler.lost(module.graph, examples):
@@ -101,7 +98,7 @@ def check_kept(made: Sequence[Any], found: Any) -> None:
 class Compilation:
     """The compilation of one graph."""
 
-    def __init__(self, step: CompiledStep, examples: list[Any], names: list[str]) -> None:
+    def __init__(self, step: Any, examples: list[Any], names: list[str]) -> None:
         self.step, self.examples, self.names = step, examples, names
         first = {id(p): name for name, p in reversed(list(step.model.named_parameters(remove_duplicate=False)))}
         self.parameters = {n: first[id(x)] for n, x in enumerate(examples) if id(x) in first}

@@ -225,7 +225,9 @@ def _check_beside(labels: Labels, node: fx.Node, step: Step, at: At) -> None:
 def _summed(labels: Labels, node: fx.Node, links: Sequence[Links], given: Mapping[int, At], o: int) -> Label:
     """The label of an operation that adds up along the samples' axis."""
     tensors, of = tensors_of(node), {k: links[k][at.dim] if k < len(links) else MIX for k, at in given.items()}
-    if MIX in of.values() or not links:
+    if not links:
+        return labels.mixed(node, "takes or writes some of the samples, or turns their order")
+    if MIX in of.values():
         what = " (BatchNorm in training mode)" if "batch_norm" in name_of(node) else ""
         return labels.mixed(node, f"the operation works along the samples' axis{what}")
     if name_of(node) not in SUMS or set(of.values()) != {ALONE}:
@@ -262,7 +264,7 @@ def _known(index: fx.Node | None, samples: int) -> Tensor | None:
 def _added_up(labels: Labels, node: fx.Node, step: Step) -> Label:
     """The label of a tensor to which samples are added by indices."""
     given, out = by_name(node), step.outs[0] or ()
-    x, added = given["self"], given.get("values", given.get("src"))
+    x, added = tensors_of(node)[0], given.get("values", given.get("src"))
     if labels[x] is not None or not (step.name == "scatter_add" or given.get("accumulate")):
         return labels.mixed(node, "samples are taken or written by index, or the last one that is written wins")
     if step.name == "scatter_add":

@@ -373,7 +373,7 @@ def _(sizes: Sizes) -> list[Links]:
     _cdist_backward"""
 )
 def _(sizes: Sizes) -> list[Links]:
-    """The samples are on axis 0, of the log of sums, too, which has fewer axes."""
+    # The samples are on axis 0, of the log of sums, too, which has fewer axes.
     return [[0 if d == 0 else MIX for d in range(len(s or ()))] for s in sizes.ins]
 
 

@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from autograd_hacks.graph.axes import AXES, axis, some_axes
 from autograd_hacks.graph.label import (
@@ -79,21 +78,14 @@ def beside(d: int, n: int) -> list[int]:
     return [ALONE if e == d else e - (e > d) for e in range(n)]
 
 
-def _slice(d: int, start: int | None, step: int, whole: Shape, part: Shape) -> Callable[[Tensor], Tensor]:
-    begin = slice(None if start is None else signed(start), None).indices(whole[d])[0]
-    return lambda x: x[(slice(None),) * d + (slice(begin, None, step),)].narrow(d, 0, part[d])
-
-
-@move("slice", reads="dim start step")
+@move("slice slice_backward slice_inverse", reads="dim start step")
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
-    own, d = sizes.own, axis(dim, sizes.n)
-    return [spread(label, along(d, sizes.n), sizes.out, own, samples, _slice(d, start, step, own, sizes.out))]
-
-
-@move("slice_backward slice_inverse", reads="dim start step")
-def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
-    own, d = sizes.own, axis(dim, sizes.n)
-    return [taken(label, along(d, sizes.n), sizes.out, own, samples, _slice(d, start, step, sizes.out, own))]
+    d = axis(dim, sizes.n)
+    part, whole = sorted((sizes.own[d], sizes.out[d]))
+    begin, *_ = slice(None if start is None else signed(start), None).indices(whole)
+    take = lambda x: x[(slice(None),) * d + (slice(begin, None, step),)].narrow(d, 0, part)  # noqa: E731
+    law = spread if sizes.own[d] == whole else taken
+    return [law(label, along(d, sizes.n), sizes.out, sizes.own, samples, take)]
 
 
 @move("select unbind", reads="dim index")
@@ -107,19 +99,17 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = No
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = None) -> list[Label]:
     d, links = axis(dim, sizes.n), [e for e in range(sizes.n) if e != axis(dim, sizes.n)]
     ats = range(len(sizes.ins)) if index is None else [signed(index)]
-
-    def of(own: Shape | None, k: int) -> Label:
-        return taken(label, links, sizes.out, own or (), samples, lambda x: x.select(d, k))
-
-    return [*map(of, sizes.ins, ats)]
+    return [
+        taken(label, links, sizes.out, own or (), samples, lambda x, k=k: x.select(d, k))  # type: ignore[misc]
+        for own, k in zip(sizes.ins, ats)
+    ]
 
 
 @move("split unsafe_split split_with_sizes unsafe_split_with_sizes chunk", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
-    d = axis(dim, sizes.n)
+    d, links, out, own = axis(dim, sizes.n), along(axis(dim, sizes.n), sizes.n), sizes.out, sizes.own
     start = sum((s or ())[d] for s in sizes.outs[: sizes.o])
-    take = lambda x: x.narrow(d, start, sizes.out[d])  # noqa: E731
-    return [spread(label, along(d, sizes.n), sizes.out, sizes.own, samples, take, is_whole=sizes.is_shared)]
+    return [spread(label, links, out, own, samples, lambda x: x.narrow(d, start, out[d]), is_whole=sizes.is_shared)]
 
 
 @move("cat", reads="dim")
@@ -129,8 +119,8 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label] | None:
     hidden = [k for k, own in enumerate(sizes.ins) if own is None]
     if d in varying(label) and len(hidden) > 1 and max(hidden) - min(hidden) >= len(hidden):  # not all side by side
         return None
-    left = sizes.out[d] - sum(_size(own, d) for own in sizes.ins if own is not None)
-    lengths = [_size(own, d) if own is not None else left if k == hidden[0] else 0 for k, own in enumerate(sizes.ins)]
+    lengths = [0 if own is None or len(own) <= d else own[d] for own in sizes.ins]  # an empty vector may stand anywhere
+    lengths = [sizes.out[d] - sum(lengths) if [k] == hidden[:1] else n for k, n in enumerate(lengths)]
 
     def of(own: Shape | None, start: int, n: int) -> Label:
         if own is not None and len(own) != sizes.n:
@@ -138,10 +128,6 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label] | None:
         return taken(label, along(d, sizes.n), sizes.out, own or (), samples, lambda x: x.narrow(d, start, n))
 
     return [*map(of, sizes.ins, accumulate(lengths, initial=0), lengths)]
-
-
-def _size(own: Shape, d: int) -> int:
-    return own[d] if len(own) > d else 0  # an empty vector may stand beside anything
 
 
 @move("constant_pad_nd", reads="pad")
@@ -158,19 +144,14 @@ def _(label: Owned, sizes: Sizes, samples: int, repeats: Sequence[int]) -> list[
     return [spread(label, links, sizes.out, sizes.own, samples, lambda x: x.repeat(times), lost=SUM)]
 
 
-@move("flip", reads="dims")
-def _(label: Owned, sizes: Sizes, samples: int, dims: Any) -> list[Label]:
-    over = some_axes(dims, sizes.n) if dims else []
+@move("flip roll", reads="dims shifts")
+def _(label: Owned, sizes: Sizes, samples: int, dims: Any, shifts: Any = None) -> list[Label]:
+    """Entries in another order; without axes all of them are rolled, and none flipped."""
+    back = [-signed(s) for s in (shifts if isinstance(shifts, Sequence) else (shifts or 0,))]
+    over = some_axes(dims, sizes.n) if dims or shifts is not None else []
     links = [ALONE if d in over else d for d in range(sizes.n)]
-    return [taken(label, links, sizes.out, sizes.own, samples, lambda x: x.flip(over))]
-
-
-@move("roll", reads="dims shifts")
-def _(label: Owned, sizes: Sizes, samples: int, dims: Any, shifts: Any) -> list[Label]:
-    back = [-signed(s) for s in (shifts if isinstance(shifts, Sequence) else (shifts,))]
-    over = some_axes(dims, sizes.n)
-    links = [ALONE if d in over else d for d in range(sizes.n)]
-    return [taken(label, links, sizes.out, sizes.own, samples, lambda x: x.roll(back, over if dims else []))]
+    take = lambda x: x.flip(over) if shifts is None else x.roll(back, over if dims else [])  # noqa: E731
+    return [taken(label, links, sizes.out, sizes.own, samples, take)]
 
 
 # Diagonals and windows.
@@ -185,18 +166,21 @@ def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: in
 
 @move("diagonal", reads="offset dim1 dim2")
 def _(label: Owned, sizes: Sizes, samples: int, offset: int, dim1: int, dim2: int) -> list[Label]:
-    own, n = sizes.own, len(sizes.own)
-    a, b = axis(dim1, n), axis(dim2, n)
-    links = [ALONE if d in (a, b) else d - (a < d) - (b < d) for d in range(n)]
-    return [spread(label, links, sizes.out, own, samples, lambda x: x.diagonal(signed(offset), a, b))]
+    a, b = (axis(d, len(sizes.own)) for d in (dim1, dim2))
+    links = [ALONE if d in (a, b) else d - (a < d) - (b < d) for d in range(len(sizes.own))]
+    return [spread(label, links, sizes.out, sizes.own, samples, lambda x: x.diagonal(signed(offset), a, b))]
 
 
 @move("unfold", reads="dimension size step")
 def _(label: Owned, sizes: Sizes, samples: int, dimension: int, size: int, step: int) -> list[Label]:
     """Windows on axis d, and places in a window on the last axis; windows may share entries."""
     own, d = sizes.own, axis(dimension, len(sizes.own))
-    take = lambda x: x.unfold(d, signed(size), signed(step))  # noqa: E731
-    return [spread(label, along(d, len(own)), sizes.out, own, samples, take, MIXED if own else SUM)]
+    return [
+        spread(
+            label, along(d, len(own)), sizes.out, own, samples, lambda x: x.unfold(d, signed(size), signed(step)),
+            MIXED if own else SUM,
+        )
+    ]  # fmt: skip
 
 
 # Channels in groups.

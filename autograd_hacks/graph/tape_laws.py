@@ -138,8 +138,7 @@ class Step:
         """For each axis of each tensor the axis of result number o with which it is in step; None without such a law."""
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
-        is_entrywise = torch.Tag.pointwise in self.operation.func.tags
-        entry = AXES.get(self.name, Axes() if is_entrywise else None)
+        entry = AXES.get(self.name, Axes() if torch.Tag.pointwise in self.operation.func.tags else None)
         if entry is None:
             return None
         return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
@@ -199,17 +198,15 @@ def _(step: Step, label: Owned, samples: int) -> list[Label]:
         memory = torch.empty_strided(tuple(own), tuple(step.strides), dtype=torch.long, device="cpu").copy_(x)
         return memory.as_strided(step.given["size"], step.given["stride"])
 
-    if len(step.ins) > 1:
-        return [label, taken(label, [ALONE] * len(part), own, part, samples, take)]
-    return [spread(label, [ALONE] * len(own), step.outs[0] or (), own, samples, take)]
+    if step.name == "as_strided":
+        return [spread(label, [ALONE] * len(own), step.outs[0] or (), own, samples, take)]
+    return [label, taken(label, [ALONE] * len(part), own, part, samples, take)]
 
 
 @_law("slice_scatter select_scatter diagonal_scatter")
 def _(step: Step, label: Owned, samples: int) -> list[Label]:
-    """A part that is written: its derivative is that part of the gradient."""
-    part = MOVES[step.name.replace("scatter", "backward")]
-    found = part.law(label, Sizes(0, step.outs, step.ins[1:]), samples, **step._numbers(part.reads))
-    return [label, *(found or [])]
+    part = MOVES[step.name.replace("scatter", "backward")]  # which takes from a gradient what is written here
+    return [label, *(part.law(label, Sizes(0, step.outs, step.ins[1:]), samples, **step._numbers(part.reads)) or ())]
 
 
 @_law("nonzero")

@@ -303,5 +303,4 @@ def _(label: Owned, sizes: Sizes, samples: int, read: Read, batch_first: bool) -
     lengths = read("result1").tolist()
     time = torch.cat([torch.full((n,), t, device="cpu") for t, n in enumerate(lengths)])
     row = torch.cat([torch.arange(n, device="cpu") for n in lengths])
-    by = Indexed([row, time] if batch_first else [time, row], sizes.own)
-    return [by.spread(label, sizes.out, samples)]
+    return [Indexed([row, time] if batch_first else [time, row], sizes.own).spread(label, sizes.out, samples)]
