@@ -24,13 +24,14 @@ from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_NUMBERS = (bool, int, float, str)
 
 
 class Seen(NamedTuple):
     """The results of one run."""
 
     outputs: list[Tensor]
-    left: dict[str, Tensor]  # by name, the buffers, and parameters and modules' numbers that were written
+    left: dict[str, Tensor]  # by name, the buffers, and numbers: modules', and a sum of each parameter
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
@@ -78,8 +79,6 @@ class Runs:
                 if p.numel() and not is_part(p) and not p.detach().any():
                     p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
             args, kwargs = own.given
-            before = [(name, p, _sum_of(p)) for name, p in model.named_parameters() if not is_part(p)]
-            numbers = _numbers(model)
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs, kept)
@@ -94,9 +93,8 @@ class Runs:
                     f"raised {type(error).__name__}: {error}. Training that is not "
                     "private can leave the check out: independent=False."
                 ) from error
-            left = [*model.named_buffers(), *((name, p) for name, p, own in before if not torch.equal(_sum_of(p), own))]
-            left += [(name, torch.tensor(x, device="cpu")) for name, x in _numbers(model).items() if numbers.get(name) != x]
-            return Seen([x.detach().clone() for x in outputs], {name: x.detach().clone() for name, x in left}, rows)
+            left = {name: x.detach().clone() for name, x in model.named_buffers()} | _numbers(model)
+            return Seen([x.detach().clone() for x in outputs], left, rows)
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor | None
@@ -167,17 +165,17 @@ class Runs:
         return likeliest(shape, self.samples, range(len(shape)))
 
 
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """The numbers among modules' attributes, and numbers that stand for strings."""
+def _numbers(model: nn.Module) -> dict[str, Tensor]:
+    """The numbers among modules' attributes, numbers that stand for strings, and a number for each parameter, which changes
+    if something is written there, also by ``.data``."""
     every = ((f"{path}.{name}", x) for path, own in model.named_modules() for name, x in vars(own).items())
-    return {
-        name.lstrip("."): key_of(x) >> 12 if type(x) is str else x for name, x in every if type(x) in (bool, int, float, str)
+    plain = {name.lstrip("."): key_of(x) >> 12 if type(x) is str else x for name, x in every if type(x) in _NUMBERS}
+    sums = {
+        name: p.detach().sum(dtype=torch.promote_types(p.dtype, torch.float64))
+        for name, p in model.named_parameters()
+        if not is_part(p)
     }
-
-
-def _sum_of(p: Tensor) -> Tensor:
-    """A number that changes if something is written.  A version doesn't see what is written by ``.data``."""
-    return p.detach().sum(dtype=torch.promote_types(p.dtype, torch.float64))
+    return {name: torch.tensor(x, device="cpu") for name, x in plain.items()} | sums
 
 
 def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:
