@@ -61,10 +61,9 @@ class Tapes:
         while len(self._known) > MOST:
             self._known.popitem(last=False)
 
-    def forget(self, tape: Tape) -> None:
-        """Leaves out a tape that was added."""
-        for key in [key for key, known in self._known.items() if known.entries is tape.entries]:
-            del self._known[key]
+    def forget_last(self) -> None:
+        """Leaves out the tape that was added last."""
+        self._known.popitem()
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         return Tapes, ()

@@ -91,6 +91,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
         self.has_backwards = False  # whether its sites have what a backward pass will run
+        self.is_to_count = False  # whether it must be tried if the forward does something else for other numbers of samples
         self.untold: set[Site] = set()  # of that, what can't be called alone, so that no forward is known by it
         self.model, self._constants, self._from_before = model, constants, from_before
         self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
