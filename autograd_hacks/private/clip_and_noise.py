@@ -265,15 +265,12 @@ def _taken(
         raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
-        return (
-            [whole]
-            if len(parts) == 1
-            else [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
-        )
+        own = [{n: whole[n] for n in part.names if n in whole} for part in parts]
+        return [whole] if len(parts) == 1 else [whole.with_forms(forms, whole.samples) for forms in own]
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
         by_part = [x.norms(max_bytes=max_bytes) for x in cut(whole)]
-        return by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0), by_part
+        return torch.stack(by_part).norm(dim=0), by_part
 
     norms, by_part = lengths(grads)
     finite = norms.isfinite() if mask is None else norms.isfinite() & mask.to(norms.device)
