@@ -28,7 +28,7 @@ from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -206,7 +206,7 @@ def _note_backwards(own: Tape, ran: Ran) -> None:
     own.has_backwards = True
     own.sites |= {(OF_HOOKS, named(hooks_of[key])) for hooks_of, key in ran.users_hooks if key in hooks_of}
     for node in filter(is_users, ran.trace.nodes):
-        tape, is_told = Tape(own.model, (), Constants()), not is_recomputed(node)
+        tape, is_told = Tape(own.model, ()), not is_recomputed(node)
         if is_told:
             ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
             with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng():
@@ -291,7 +291,8 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         )
     if tape is not None and kind.is_independent:
         kind.tapes.sites |= _sites(tape, within.counted_at is not None)
-        kind.tapes.constants.add(tape.outside)
+        for x in tape.outside:
+            kind.tapes.constants[x] = True
         # Wrappers give the memory of parts back when the forward has ended.
         kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS)
         kind.shown = BY_RUNS
@@ -381,7 +382,7 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within,
     model = own.model
     with ABOVE.alone(model), own.running(), Switch.paused_here():
         args, kwargs = replace(batch, leaves=own.given).arguments()
-        again = Tape(model, own.given, Constants())
+        again = Tape(model, own.given)
         again.lines, begin = [], perf_counter()
         again.start()
         try:
