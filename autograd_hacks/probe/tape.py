@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from itertools import chain
@@ -22,7 +22,7 @@ from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
 from autograd_hacks.support.restored import kept
-from autograd_hacks.support.trees import version_of
+from autograd_hacks.support.trees import ByTensor, version_of
 
 _LIFT: Any = torch.ops.aten.lift_fresh.default
 _SORT: Any = torch.ops.aten.sort
@@ -72,7 +72,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self,
         model: nn.Module,
         arguments: Sequence[Any],
-        constants: Container[Tensor] = (),
+        constants: ByTensor[bool] | tuple[()] = (),
         from_before: Sequence[Tensor] = (),
         expected: Sequence[Entry] = (),
     ) -> None:
