@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,6 @@ class Runs:
     samples: int
     makes_loss: bool
     are_parts: bool = False  # whether runs have some samples alone, and not other samples instead of some
-    whole: Sequence[torch.Size] = ()  # the shapes of the outputs for all samples
 
     def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
         """kept: the samples that there are, if not all"""
@@ -103,7 +103,6 @@ class Runs:
         # Its values may be read in another way.  It starts no further runs.
         with hooked_copy(model, self.recorder, independent=False, within=self.within) as recorder:
             outputs = tensors_of(model(*args, **kwargs))
-            self.whole = self.whole or [x.shape for x in outputs]
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
                 slots = [slot for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested]
@@ -118,23 +117,22 @@ class Runs:
         return outputs, found
 
     def _along(self, x: Tensor, slot: int, kept: Tensor | None) -> Tensor | None:
-        """An output along a random direction, the same for a sample in each run.
+        """An output along a random direction, times a number of each sample's, which it has in each run.
 
-        For some samples no entry depends on other samples' entries."""
-        if slot >= len(self.whole):
-            return None
-        direction = noise(self.whole[slot], key_of(slot), x.device, x.dtype)
-        if kept is not None:
-            at = self.layout(slot, self.whole[slot])
-            if at is None:
-                return None
-            direction = at.samples_first(direction, self.samples)[kept.to(x.device)]
-            x = at.samples_first(x, int(kept.sum()))
-        return (x * direction).sum().real if x.shape == direction.shape else None
+        None for some samples alone, if nothing says where they are."""
+        at, made = self._at(slot), partial(noise, device=x.device, dtype=x.dtype)
+        if at is None:
+            return None if self.are_parts else (x * made(x.shape, key_of(slot))).sum().real
+        of_each = made((self.samples,), key_of("samples"))
+        of_each = of_each if kept is None else of_each[kept.to(x.device)]
+        x = at.samples_first(x, len(of_each))
+        return ((x * made(x.shape[1:], key_of(slot))).reshape(len(x), -1).sum(1) * of_each).sum().real
+
+    def _at(self, slot: int) -> Layout | None:
+        return self.within.outputs[slot] if slot < len(self.within.outputs) else None
 
     def layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
-        at = self.within.outputs[slot] if slot < len(self.within.outputs) else None
-        return at or self._by_size(shape)
+        return self._at(slot) or self._by_size(shape)
 
     def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         """The difference found for the kept samples, as text for messages, or "", and the outputs that show it.
