@@ -138,14 +138,20 @@ class PoissonBatches(Sampler[list[Mark]]):
     padded: bool = False  # whether micro-batches are padded to ``most``, so that all have one shape
     first: Callable[[int], int] = lambda _: 0  # of the steps of an epoch, returns where epoch 0 begins, as one begins
     users: Users | None = None  # the users who are drawn, with their samples; None if samples are drawn
-    epoch: int | None = None  # with whose first step a pass begins; None for the first step that isn't done
+    _epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass begin with the first step of that epoch, instead of the first step that isn't done.
+
+        accelerate calls it, too, by its own loader."""
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return self.steps * self.parts
 
     def __iter__(self) -> Iterator[list[Mark]]:
         first = self.first(self.steps)
-        start = self.done() - first if self.epoch is None else self.epoch * self.steps
+        start = self.done() - first if self._epoch is None else self._epoch * self.steps
         for step in range(start, (start // self.steps + 1) * self.steps):
             every = list(self._micro_batches(first + step))
             ends = [part * len(every) // self.parts for part in range(self.parts + 1)]
@@ -289,7 +295,7 @@ class PrivateLoader(DataLoader[Any]):
         super().__init__(_ByMarks(data), batch_sampler=batches, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        self.batches.epoch = epoch
+        self.batches.set_epoch(epoch)
 
     def __iter__(self) -> Any:
         self._begins()
