@@ -56,9 +56,9 @@ class Tapes:
         values = {n: x.detach().clone() for n in read if (x := tape.value(n)) is not None}
         self._known = [*self._known[1 - MOST :], _Shown(tape.entries, sources, frozenset(tape.sites), values, how)]
 
-    def forget_last(self) -> None:
-        """Leaves out the tape that was added last."""
-        self._known.pop()
+    def forget(self, tape: Tape) -> None:
+        """Leaves out a tape that was added."""
+        self._known = [own for own in self._known if own.entries is not tape.entries]
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         return Tapes, ()

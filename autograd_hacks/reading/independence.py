@@ -134,7 +134,7 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
             slack = most * (0.1 if x.is_cuda else part)  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
-                within.kind.tapes.forget_last()
+                within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
     counts.append(samples)
