@@ -138,7 +138,7 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
     model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
     with autograd_hacks.add_hooks(model, independent=True):
         for samples in (3, 6, 4, 5) if how == "the last one" else (7, 6, 4, 5):
-            backward(model, torch.randn(1 if how == "equal samples" else samples, 4).expand(samples, 4))
+            backward(model, torch.randn(1, 4).repeat(samples, 1) if how == "equal samples" else torch.randn(samples, 4))
             try:
                 step(model)
             except SamplesMixed as error:
