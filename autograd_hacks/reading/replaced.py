@@ -125,6 +125,8 @@ class Runs:
             return None if self.are_parts else (x * made(x.shape, key_of(slot))).sum().real
         of_each = made((self.samples,), key_of("samples"))
         of_each = of_each if kept is None else of_each[kept.to(x.device)]
+        if not at.fits(x, len(of_each)):
+            return None
         x = at.samples_first(x, len(of_each))
         return ((x * made(x.shape[1:], key_of(slot))).reshape(len(x), -1).sum(1) * of_each).sum().real
 
