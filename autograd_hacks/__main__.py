@@ -7,7 +7,7 @@ import webbrowser
 from collections.abc import Sequence
 
 import autograd_hacks
-from autograd_hacks.check.doctor import examine, named
+from autograd_hacks.check.doctor import examine, print_machine, returned_by, small_model
 from autograd_hacks.errors import EXPLAINED
 from autograd_hacks.support.display import text_table
 from autograd_hacks.support.pages import explained, folder
@@ -40,9 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "docs":
         return _docs(docs)
     try:
-        given = named(options.model)
+        given = small_model() if options.model is None else returned_by(options.model)
     except ValueError as error:
         doctor.error(str(error))
+    print_machine()
     return examine(given, options.model or "a small model")
 
 

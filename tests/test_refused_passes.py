@@ -295,7 +295,7 @@ CHECKS: list[Row] = [
              (lambda r: {"0.weight": r["0.weight"].mT}, r"shape \(5, 3, 4\) for '0.weight'; expected \(5, 4, 3\)"),
              (lambda r: {"0.weight": r["0.weight"][:1]}, r"shape \(1, 4, 3\).*expected \(5, 4, 3\)"),
              (lambda r: {**r, "0.weight": torch.zeros(5)}, r"shape \(5,\) for '0.weight'"),
-             (lambda r: torch.zeros(4), r"shape \(4,\), but the loss returned 5 numbers; expected norms of"),
+             (lambda r: torch.zeros(4), r"shape \(4,\) .*expected \(5,\), .*since the loss returned 5 numbers"),
              (lambda r: torch.zeros(5, 2), r"shape \(5, 2\)"),
              (lambda r: {}, "without rows"),
              (lambda r: {"0.weight": None}, "without rows")]],

@@ -128,31 +128,25 @@ def _comparison(
     n: int,
 ) -> Comparison:
     """The comparison for the kind of numbers that were given.  n: the number of samples"""
-    given = {"": rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
-    dtype = _coarsest([*model.parameters(), *given.values()])
-    shapes = {name: p.shape for name, p in known.items()}
-    basis = (shapes, n, 4 * torch.finfo(dtype).eps ** 0.75, dtype)
-    if isinstance(rows, Tensor):
-        if rows.shape != (n,):
-            raise ValueError(
-                f"check_rows was given a tensor of shape {tuple(rows.shape)}, but the loss returned {counted(n, 'number')}; "
-                f"expected norms of shape {(n,)}" + ON_CHECKING
-            )
-        return Comparison({WHOLE: (None, rows)}, "norms", *basis)
-    places = {name: _place(model, name, known) for name in given}
+    is_whole = isinstance(rows, Tensor)
+    given = {WHOLE: rows} if isinstance(rows, Tensor) else {name: x for name, x in rows.items() if x is not None}
     if not given:
         raise ValueError("check_rows was given a mapping without rows: it is empty, or all of it is None" + ON_CHECKING)
-    own = list(shapes.values())
-    are_norms = all(x.shape == (n,) for x in given.values()) and any(len(own[place]) for place in places.values())
+    places = {name: None if is_whole else _place(model, name, known) for name in given}
+    shapes = {name: p.shape for name, p in known.items()}
+    own = {name: () if place is None else [*shapes.values()][place] for name, place in places.items()}
+    are_norms = all(x.shape == (n,) for x in given.values()) and (is_whole or any(map(len, own.values())))
     for name, x in given.items():
-        expected = (n, *own[places[name]])
-        if x.shape != expected and not are_norms:
+        if x.shape != (n, *own[name]) and not are_norms:
             raise ValueError(
-                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {expected}, or only norms, "
-                f"{(n,)}" + ON_CHECKING
+                f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {(n, *own[name])}, or only "
+                f"norms, {(n,)}, since the loss returned {counted(n, 'number')}" + ON_CHECKING
             )
-    by_name = {name: (places[name], x) for name, x in given.items()}
-    return Comparison(by_name, "norms" if are_norms else "rows", *basis)
+    dtype, by_name = (
+        _coarsest([*model.parameters(), *given.values()]),
+        {name: (places[name], x) for name, x in given.items()},
+    )
+    return Comparison(by_name, "norms" if are_norms else "rows", shapes, n, 4 * torch.finfo(dtype).eps ** 0.75, dtype)
 
 
 def _place(model: nn.Module, name: str, known: Mapping[str, nn.Parameter]) -> int:

@@ -33,43 +33,30 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def named(model: str | None) -> Example:
-    """What is to be checked.
-
-    model: ``module:function``, which returns a model and its arguments; None for a small model
-
-    Raises ValueError if the function isn't there, fails, or returns something else.
-    """
-    return _made_for_the_purpose() if model is None else _returned_by(model)
-
-
-def examine(given: Example, name: str) -> int:
-    """Prints versions and devices, and checks rows.  Returns the exit status, 1 if there is a fault.  name: the model's"""
-    print("\n".join(_machine()), end="\n\n")
-    return _check(given, name)
-
-
-def _machine() -> list[str]:
+def print_machine() -> None:
+    """Prints versions and devices."""
     threads = torch.get_num_threads()
     devices = ["CPU", *(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))]
     devices += ["MPS"] if torch.backends.mps.is_available() else []
     versions = dict.fromkeys(TOOLS, "-") | {own.name: own.version for own in importlib.metadata.distributions()}
-    return [
+    print(
         f"autograd_hacks  {autograd_hacks.__version__}, in {Path(autograd_hacks.__file__).parent}",
         f"torch           {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         f"Python          {platform.python_version()}, {platform.platform()}",
         f"devices         {', '.join(devices)}",
         f"tools           {', '.join(f'{name} {versions[name]}' for name in TOOLS)}",
-    ]
+        sep="\n",
+        end="\n\n",
+    )
 
 
-def _made_for_the_purpose() -> Example:
+def small_model() -> Example:
     device, draws = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     return Example(model.to(device), (torch.randn(8, 1, 8, 8, generator=draws, device="cpu").to(device),), {})
 
 
-def _returned_by(place: str) -> Example:
+def returned_by(place: str) -> Example:
     """The result of calling ``module:function``.
 
     Raises ValueError if there is no such function, it fails, or it returns something else.
@@ -98,8 +85,8 @@ def _tried(function: Callable[..., Any], *args: Any, what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}; {WHERE}") from error
 
 
-def _check(given: Example, name: str) -> int:
-    """Runs a step and compares rows with autograd's.  Returns the exit status."""
+def examine(given: Example, name: str) -> int:
+    """Runs a step and compares rows with autograd's.  Returns the exit status, 1 if there is a fault.  name: the model's"""
     model, args, kwargs = given
     with autograd_hacks.add_hooks(model):
         try:

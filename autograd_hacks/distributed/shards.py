@@ -78,7 +78,7 @@ def alone(model: nn.Module) -> Iterator[None]:
     """
     parts = gathering(model)
     wrappers = [vars(module) for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
-    kept = [{name: own[name] for name in (*_QUIET, "_post_forward") if name in own} for own in wrappers]
+    kept = [dict(own) for own in wrappers]
     tables: list[Any] = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     hooks: list[Hooks] = [dict(table) for table in tables]
 
@@ -86,9 +86,9 @@ def alone(model: nn.Module) -> Iterator[None]:
         for table, own in zip(tables, hooks):
             table.update({key: hook for key, hook in own.items() if key in table})
         for slots, before in zip(wrappers, kept):
-            for name in _QUIET.keys() - before.keys():
-                slots.pop(name, None)
             slots.update(before)
+            for name in slots.keys() - before.keys():
+                slots.pop(name)
 
     with whole(parts), restored(undo):
         for part in parts:

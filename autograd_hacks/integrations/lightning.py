@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autograd_hacks import backward
 from autograd_hacks.errors import ON_PRIVATE, ON_STEPS, needed
 from autograd_hacks.integrations.steps import Steps
 from autograd_hacks.private import PrivateStep, PrivateTraining
@@ -95,7 +94,7 @@ class PrivateCallback(pl.Callback):
     def _backward(self, losses: Tensor, *_: Any, **__: Any) -> None:
         if losses.ndim != 1:
             raise ValueError(f"training_step returned a loss of shape {tuple(losses.shape)}; {N_LOSSES}" + ON_PRIVATE)
-        backward(losses, "sum")
+        self.private.backward(losses)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -22,10 +22,9 @@ from autograd_hacks.support.ranges import check_bound, checked
 with needed("opacus"):
     from opacus import PrivacyEngine as _PrivacyEngine
     from opacus.optimizers import DPOptimizer as _DPOptimizer
-    from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 
 
-_INSTEAD = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size), which sums over processes."
+_INSTEAD = "Use clip_and_noise_(model, max_norm, noise_multiplier, expected_batch_size)."
 
 
 class DPOptimizer(_DPOptimizer):
@@ -58,6 +57,10 @@ class DPOptimizer(_DPOptimizer):
         super().__init__(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=float(max_grad_norm), **options)
         if not {id(p) for p in self.params} <= {id(p) for p in model.parameters()}:
             raise ValueError("DPOptimizer was given an optimizer of parameters that the model doesn't have" + ON_OPACUS)
+        if any(p.is_complex() for p in self.params):  # Opacus' noise would be divided between both parts
+            raise ValueError(
+                f"DPOptimizer was given complex parameters, whose noise would be too small. {_INSTEAD}" + ON_OPACUS
+            )
 
     @property
     def accumulated_iterations(self) -> int:
@@ -97,20 +100,6 @@ class DPOptimizer(_DPOptimizer):
         ours = {id(p) for p in self.params}
         forms = {name: grads[name] for name, p in self.model.named_parameters() if id(p) in ours}
         return grads if len(forms) == len(grads) else grads.with_forms(forms, grads.samples)
-
-    @torch.no_grad()
-    def add_noise(self) -> None:
-        """Adds Opacus' noise.  Both parts of a complex number get the full noise, because norms cover both parts;
-        torch.normal would divide it between them."""
-        if not any(p.is_complex() for p in self.params):
-            super().add_noise()
-            return
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
-            like = torch.view_as_real(p.summed_grad) if p.is_complex() else p.summed_grad
-            noise = _generate_noise(self.noise_multiplier * self.max_grad_norm, like, self.generator, self.secure_mode)
-            p.grad = (p.summed_grad + (torch.view_as_complex(noise) if p.is_complex() else noise)).view_as(p)
-            _mark_as_processed(p.summed_grad)
 
 
 class PrivacyEngine(_PrivacyEngine):

@@ -220,9 +220,6 @@ class PrivateMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         epsilon = self.private.epsilon()
         if isfinite(epsilon):
             logs["epsilon"] = epsilon
-            for bar in [getattr(callback, "training_bar", None) for callback in self.callback_handler.callbacks]:
-                if bar is not None:
-                    bar.set_postfix(epsilon=f"{epsilon:.3f}")
         if self.last_step is not None:
             logs["private/clipped"] = float(self.last_step.clipped_fraction)
         super().log(logs, start_time)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import nan, sqrt
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks import PerSampleGrads
-from autograd_hacks.errors import ON_CLIPPING, ON_PRIVATE
+from autograd_hacks.errors import ON_CLIPPING
 from autograd_hacks.extending import (
     CLIPPING_BUDGET,
     Spread,
@@ -32,9 +32,10 @@ from autograd_hacks.extending import (
 from autograd_hacks.private.bounds import RULES, Bounded, QuantileClip, bounded_apart, weights_of
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.draws import Noise, check_noise, drawn
+from autograd_hacks.support.internals import tree_map
 from autograd_hacks.support.parts import sharded_as
 from autograd_hacks.support.ranges import check, check_bound, check_word, checked
-from autograd_hacks.support.trees import ByTensor, map_tensors, version_of
+from autograd_hacks.support.trees import map_tensors, overwritten_in, version_of
 
 RELATIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 """{relation of two neighbouring data sets: the distance of their sums, in bounds}"""
@@ -58,6 +59,7 @@ class PrivateStep(Shown):
     expected_batch_size: float
     deviation: float
     unit: str
+    _sums: Mapping[str, Any] = field(default_factory=dict)  # without noise, each with its version, for further micro-batches
 
     def __post_init__(self) -> None:
         numbers = {"bound": self.bound, "expected_batch_size": self.expected_batch_size, "deviation": self.deviation}
@@ -86,6 +88,12 @@ class PrivateStep(Shown):
         norms, weights = map_tensors(lambda x: x[:samples], (self.norms, self.weights))
         return replace(self, norms=norms, weights=weights)
 
+    def _after(self, earlier: PrivateStep) -> PrivateStep:
+        """One step of earlier micro-batches and this one."""
+        each = [(own.norms, own.weights) for own in (earlier, self)]
+        norms, weights = tree_map(lambda *parts: torch.cat(parts), *each)
+        return replace(self, norms=norms, weights=weights)
+
     def _table(self) -> Table:
         multiplier = self.deviation / self.sensitivity()
         rows = [
@@ -102,17 +110,6 @@ class PrivateStep(Shown):
         return Table(title, [("", ""), *rows])
 
 
-def together(parts: Sequence[PrivateStep]) -> PrivateStep:
-    """The whole step of several micro-batches.  The last of them had the noise, so ValueError is raised for other bounds."""
-    if bounds := sorted({part.bound for part in parts} - {parts[-1].bound}):
-        given = f"step(): micro-batches of one step were clipped to max_norm={bounds} and to {parts[-1].bound}"
-        raise ValueError(f"{given}; expected one bound, which the noise covers. Change it between steps only" + ON_PRIVATE)
-    last, each = parts[-1], list[Any](part.weights for part in parts)
-    by_part = isinstance(last.weights, Mapping)
-    weights = {key: torch.cat([own[key] for own in each]) for key in last.weights} if by_part else torch.cat(each)
-    return replace(last, norms=torch.cat([part.norms for part in parts]), weights=weights)
-
-
 @checked(ON_CLIPPING)
 @torch.no_grad()
 def clip_and_noise_(
@@ -122,7 +119,7 @@ def clip_and_noise_(
     expected_batch_size: float,
     groups: Tensor | None = None,
     noise: Noise = None,
-    add: bool = False,
+    add: PrivateStep | None = None,
     loss_type: str | None = None,
     max_bytes: int = CLIPPING_BUDGET,
     process_group: Where = None,
@@ -153,8 +150,8 @@ def clip_and_noise_(
     or your own. Its deviation must be the one that the accountant assumes. Or a generator, for tests and for
     noise that can be repeated: whoever guesses its seed can remove the noise, and torch's generator for the CPU keeps only
     32 bits of a seed, which can be tried. If processes share a batch, the noise of the first is used, so it is added once
-    add: add to ``.grad``, for micro-batches after ``add_hooks(param_grad=False)``; use noise_multiplier=0 for all
-    micro-batches except one
+    add: what this function returned for the step's earlier micro-batches, with noise_multiplier=0; ``.grad`` is then set for
+    all of them, and so is what is returned. `PrivateTraining` does this
     loss_type, process_group: as in `per_sample_grads`    max_bytes: bytes to use beside the result
     clip: 'flat', as above. 'per_parameter' clips each of K parameters to max_norm / √K. 'automatic' is
     gₙ · max_norm / (‖gₙ‖ + 0.01), AUTO-S (Bu et al. 2023, arXiv:2206.07136). 'psac' is Xia et al. 2023
@@ -167,9 +164,8 @@ def clip_and_noise_(
 
     Raises SamplesMixed if samples are not independent, and ProbeFailed if that was not shown; ValueError for numbers out of
     range, for bounds that leave parameters out, for weights above the bound, for groups or a mask of the wrong shape, for
-    groups that are spread over processes, as `clip_grad1_norm_` does for ``add``, and if ``.grad`` then isn't None, zeros
-    or what this function has set; NothingRecorded if ``.grad`` was already set from this pass; and what `compute_grad1`
-    raises.
+    groups that are spread over processes, and for ``add`` of another bound, with noise, or whose ``.grad`` was changed;
+    NothingRecorded if ``.grad`` was already set from this pass; and what `compute_grad1` raises.
 
     Source: Abadi et al. 2016, "Deep learning with differential privacy" (arXiv:1607.00133), algorithm 1; per layer McMahan
     et al. 2018, arXiv:1710.06963, section 3.
@@ -177,7 +173,7 @@ def clip_and_noise_(
     recorder = recorder_of(model)
     check_noise("clip_and_noise_", noise)
     spread = spread_of(model, recorder, process_group)
-    parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add)
+    parts, multiplier = _bounds(model, max_norm, noise_multiplier, clip, add is not None)
     if isinstance(clip, QuantileClip) and spread.mesh is not None:
         raise NotImplementedError("QuantileClip supports one process only" + ON_CLIPPING)
     bound = sqrt(sum(part.bound**2 for part in parts))
@@ -185,7 +181,13 @@ def clip_and_noise_(
     ask_independent(model, recorder, spread, "clip_and_noise_")
 
     def read() -> tuple[_Taken, list[Tensor]]:
-        check_may_set(recorder, "clip_and_noise_", add, once=True)
+        check_may_set(recorder, "clip_and_noise_", add is not None, once=True)
+        if add is not None and (add.bound != bound or add.deviation or overwritten_in(add._sums.values())):
+            raise ValueError(
+                f"clip_and_noise_ was given add=, micro-batches clipped to max_norm={add.bound} with noise of deviation "
+                f"{add.deviation}; expected max_norm={bound}, no noise yet, and .grad as it was set. Change them between "
+                "steps only" + ON_CLIPPING
+            )
         own = grads_of(model, recorder, spread, loss_type, scale)
         grads = write_where_it_saves(own, max_bytes, recorder, written)
         found = _taken(grads, parts, groups, mask, max(1, max_bytes // 4))
@@ -194,29 +196,28 @@ def clip_and_noise_(
     with spread.weights():
         (taken, weights), (grouped, processes) = spread.agreed(read, lambda _: [groups is not None, 1], 2)
         _check_apart(spread, groups, grouped, processes)
-        if not add:
-            drop_grads(spread.parameters)
+        drop_grads(spread.parameters)
         sums: dict[str, Tensor] = {}
         for own, w in zip(taken.parts, weights):
             sums |= own.wide_sum(w / float(expected_batch_size), max(1, max_bytes // 4))
     give_back(written, recorder)
     deviation = multiplier * bound / float(expected_batch_size) if multiplier else 0.0  # the bound may be infinite
-    if add:
-        sums = {name: x + _unrounded(name, spread.parameters[name]) for name, x in sums.items()}
+    if add is not None:
+        sums = {name: x + add._sums.get(name, (0.0, 0))[0] for name, x in sums.items()}
     if multiplier:
         named = [(name, sums[name]) for name in spread.parameters if name in sums]
         for (_, x), found in zip(named, drawn(noise, named, deviation, spread.firsts)):
             x += sharded_as(found, x)
     set_grads(spread.parameters, sums, set(sums), recorder=recorder)
-    for grad, x in ((spread.parameters[name].grad, x) for name, x in sums.items()):
-        if grad is not None and not (multiplier and grad.dtype != x.dtype):
-            _SUMS[grad] = version_of(grad), None if grad.dtype == x.dtype else x
     if isinstance(clip, QuantileClip):
         clip._follow(taken.by_part[0], bound, float(expected_batch_size), noise_multiplier, noise)
     placed = [taken.placed(w) for w in weights]
     whole = placed[0] if len(parts) == 1 and not parts[0].pattern else {part.pattern: w for part, w in zip(parts, placed)}
     unit = "sample" if groups is None else "group"
-    return PrivateStep(taken.norms, whole, bound, float(expected_batch_size), deviation, unit)
+    # Not .grad, which may be rounded: one sample could move a rounded sum by more than the bound.
+    left = {} if multiplier else {name: (x, version_of(x)) for name, x in sums.items()}
+    here = PrivateStep(taken.norms, whole, bound, float(expected_batch_size), deviation, unit, left)
+    return here if add is None else here._after(add)
 
 
 def _bounds(
@@ -231,7 +232,7 @@ def _bounds(
     if not isinstance(clip, QuantileClip):
         return bounded_apart(model, names, max_norm, clip), float(noise_multiplier)
     if add or isinstance(max_norm, Mapping):
-        given = "clip_and_noise_ was given a QuantileClip with add=True or with several bounds"
+        given = "clip_and_noise_ was given a QuantileClip with add= or with several bounds"
         raise ValueError(f"{given}; expected whole steps and a single bound to start from" + ON_CLIPPING)
     bound = float(max_norm) if clip.bound is None else clip.bound
     return bounded_apart(model, names, bound, clip), clip.multiplier(float(noise_multiplier))
@@ -265,15 +266,12 @@ def _taken(
         raise ValueError(f"clip_and_noise_ was given mask={kind_of(mask)}; expected {expected}" + ON_CLIPPING)
 
     def cut(whole: PerSampleGrads) -> list[PerSampleGrads]:
-        return (
-            [whole]
-            if len(parts) == 1
-            else [whole.with_forms({n: whole[n] for n in part.names if n in whole}, whole.samples) for part in parts]
-        )
+        own = [{n: whole[n] for n in part.names if n in whole} for part in parts]
+        return [whole] if len(parts) == 1 else [whole.with_forms(forms, whole.samples) for forms in own]
 
     def lengths(whole: PerSampleGrads) -> tuple[Tensor, list[Tensor]]:
         by_part = [x.norms(max_bytes=max_bytes) for x in cut(whole)]
-        return by_part[0] if len(parts) == 1 else torch.stack(by_part).norm(dim=0), by_part
+        return torch.stack(by_part).norm(dim=0), by_part
 
     norms, by_part = lengths(grads)
     finite = norms.isfinite() if mask is None else norms.isfinite() & mask.to(norms.device)
@@ -302,21 +300,3 @@ def _check_apart(spread: Spread, groups: Tensor | None, grouped: float, processe
     if (counts > 1).any():
         apart = f"the samples of groups {names[counts > 1].tolist()[:10]} are on several processes"
         raise ValueError(f"clip_and_noise_: {apart}. Send all samples of a group to one process." + ON_CLIPPING)
-
-
-_SUMS = ByTensor[tuple[int, Tensor | None]]()
-"""The version of each ``.grad`` that was set, and what was rounded to it in half precision before it had noise.
-
-One sample could move rounded sums by more than the bound.  Rounding comes after the noise."""
-
-
-def _unrounded(name: str, p: Tensor) -> Tensor | float:
-    """What micro-batches have added to ``.grad`` so far."""
-    if p.grad is None:
-        return 0.0
-    version, found = _SUMS.get(p.grad) or (-1, None)
-    is_ours = version == version_of(p.grad)
-    if not is_ours and p.grad.any():
-        given = f"clip_and_noise_ was given add=True, but .grad of {name} isn't what it has set"
-        raise ValueError(f"{given}; expected None, zeros, or the sum of the step's earlier micro-batches" + ON_CLIPPING)
-    return found if is_ours and found is not None else p.grad

@@ -50,9 +50,7 @@ class SecureNoise:
         """Noise for a parameter of a name and shape, in double precision on the CPU, of this standard deviation."""
         found = torch.zeros(shape.numel(), dtype=torch.float64, device="cpu")
         for _ in range(self.draws):
-            found += box_muller(_words, len(found), deviation / sqrt(self.draws), found.dtype)
+            found += box_muller(
+                lambda count: of_bytes(os.urandom(8 * count)), len(found), deviation / sqrt(self.draws), found.dtype
+            )
         return found.view(shape)
-
-
-def _words(count: int) -> Tensor:
-    return of_bytes(os.urandom(8 * count))

@@ -82,11 +82,16 @@ class Mark(NamedTuple):
 
     step: int  # the number of its step, from 0
     is_last: bool  # whether it is the step's last micro-batch
+    numbers: Sequence[int]  # of its samples in the data, with padding
     samples: int  # without padding; they come first
-    size: int  # the number of samples with padding
     rate: float  # the probability with which each sample, or user, was drawn
     world: int  # the number of processes that share the batch
     users: tuple[int, ...] | None = None  # of each sample, padding as one more behind them; None if samples are drawn
+
+    @property
+    def size(self) -> int:
+        """The number of samples with padding."""
+        return len(self.numbers)
 
     @property
     def units(self) -> int:
@@ -114,10 +119,10 @@ class Marked(NamedTuple):
 
 
 @dataclass(eq=False)
-class PoissonBatches(Sampler[list[Any]]):
-    """A sampler of micro-batches: lists of sample numbers, each with its `Mark` in front.
+class PoissonBatches(Sampler[list[Mark]]):
+    """A sampler of micro-batches.
 
-    A step has ``parts`` lists, each of one micro-batch, or of several behind each other if a draw needs more.
+    A step has ``parts`` lists, each of one micro-batch, or of several if a draw needs more.
 
     All processes get the same number of them, at least one, and of the same size: they are padded with sample 0.
     """
@@ -136,20 +141,22 @@ class PoissonBatches(Sampler[list[Any]]):
     _epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass begin with the first step of that epoch, instead of the first step that isn't done."""
+        """Makes the next pass begin with the first step of that epoch, instead of the first step that isn't done.
+
+        accelerate calls it, too, by its own loader."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return self.steps * self.parts
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Mark]]:
         first = self.first(self.steps)
         start = self.done() - first if self._epoch is None else self._epoch * self.steps
         for step in range(start, (start // self.steps + 1) * self.steps):
             every = list(self._micro_batches(first + step))
             ends = [part * len(every) // self.parts for part in range(self.parts + 1)]
             for begin, end in pairwise(ends):
-                yield list(chain(*every[begin:end]))
+                yield every[begin:end]
 
     def drawn(self, step: int) -> list[int]:
         """The numbers of the samples, or users, of a whole batch, over all processes."""
@@ -159,7 +166,7 @@ class PoissonBatches(Sampler[list[Any]]):
         """Numbers in [0, 1)."""
         return uniform(Secret.of(self.seed(), purpose, step), count)
 
-    def _micro_batches(self, step: int) -> Iterator[list[Any]]:
+    def _micro_batches(self, step: int) -> Iterator[Mark]:
         rank, world = self.share
         whole = self.drawn(step)
         samples = [[n] for n in whole]
@@ -180,8 +187,8 @@ class PoissonBatches(Sampler[list[Any]]):
             chosen = [(whole[rank::world][n], sample) for n in part for sample in samples[rank::world][n]]
             padding = length - len(chosen)
             users = None if self.users is None else (*[user for user, _ in chosen], *[self.size + rank] * padding)
-            mark = Mark(step, i == parts - 1, len(chosen), length, self.rate, world, users)
-            yield [mark, *[sample for _, sample in chosen], *[0] * padding]
+            numbers = (*[sample for _, sample in chosen], *[0] * padding)
+            yield Mark(step, i == parts - 1, numbers, len(chosen), self.rate, world, users)
 
 
 def _dealt(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -194,8 +201,8 @@ def _dealt(sizes: Sequence[int], parts: int) -> list[list[int]]:
     return found
 
 
-class _WithMarks(Dataset[Any]):
-    """A data set that passes marks through."""
+class _ByMarks(Dataset[tuple[Mark, list[Any]]]):
+    """The samples of micro-batches, with the marks that name them."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -203,14 +210,12 @@ class _WithMarks(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, index: Any) -> Any:
-        return index if isinstance(index, Mark) else self.data[index]
+    def __getitem__(self, mark: Mark) -> tuple[Mark, list[Any]]:
+        return mark, [self.data[n] for n in mark.numbers]
 
 
-def _collated(collate: Callable[[list[Any]], Any], found: list[Any]) -> list[Marked]:
-    """found: of each micro-batch a mark and samples"""
-    begins = [n for n, x in enumerate(found) if isinstance(x, Mark)]
-    return [_marked(collate, found[begin], found[begin + 1 : end]) for begin, end in pairwise([*begins, len(found)])]
+def _collated(collate: Callable[[list[Any]], Any], found: list[tuple[Mark, list[Any]]]) -> list[Marked]:
+    return [_marked(collate, *own) for own in found]
 
 
 def _marked(collate: Callable[[list[Any]], Any], mark: Mark, samples: list[Any]) -> Marked:
@@ -287,7 +292,7 @@ class PrivateLoader(DataLoader[Any]):
     ) -> None:
         self.arrived, self._begins, self.batches = arrived, begins, batches
         collate = partial(_collated, collate_fn or default_collate)  # workers unpickle it
-        super().__init__(_WithMarks(data), batch_sampler=batches, collate_fn=collate, **options)
+        super().__init__(_ByMarks(data), batch_sampler=batches, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
         self.batches.set_epoch(epoch)

@@ -36,9 +36,9 @@ class NoisyGrads:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._step = -1  # the number of the last private step
-        # The sum that an optimizer must find, and the one for an optimizer that unscales in its own step, as fused ones do.
-        self._due: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
-        self._done: set[nn.Parameter] = set()  # parameters that have had their step
+        # The sum that an optimizer must find, and the one for an optimizer that unscales in its own step, as fused ones do;
+        # None for parameters that have had their step.
+        self._due: dict[nn.Parameter, tuple[Tensor, Tensor | None] | None] = {}
         self.seen: ByTensor[bool] = ByTensor()  # leaves of earlier losses that aren't the model's
         own = weakref.ref(self)  # hooks of all optimizers would keep a model alive that is never detached
 
@@ -49,7 +49,7 @@ class NoisyGrads:
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             noisy = own()
             if noisy is not None:
-                noisy._done.update(noisy._due.keys() & set(_parameters(optimizer)))
+                noisy._due |= dict.fromkeys(noisy._due.keys() & set(_parameters(optimizer)))
 
         # A compiler may trace the optimizer's step.
         self._handles = [
@@ -66,14 +66,14 @@ class NoisyGrads:
 
     def forget(self) -> None:
         """Until the next `note` there is no gradient that an optimizer may step by for the first time."""
-        self._done.update(self._due)
+        self._due = dict.fromkeys(self._due)
 
     def note(self, step: int, scaler: torch.amp.GradScaler | None = None) -> None:
         """Takes what is in ``.grad`` for the gradient of a private step.
 
         scaler: the GradScaler that will unscale ``.grad``, which is multiplied by its scale for that
         """
-        self._step, self._due, self._done = step, {}, set()
+        self._step, self._due = step, {}
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
         for p in self.model.parameters():
             if p.grad is None or not p.requires_grad:  # what is frozen has got no noise
@@ -107,14 +107,14 @@ class NoisyGrads:
         if unknown := [names[p] for p in ours if p not in self._due]:
             found = f"optimizer.step() ({kind}) found a gradient without noise, of {some(unknown)}"
             raise RuntimeError(f"{found}. Call private.step() before it, and set no .grad by yourself" + ON_PRIVATE)
-        if used := [names[p] for p in ours if p in self._done]:
+        if used := [names[p] for p in ours if self._due[p] is None]:
             raise RuntimeError(
                 f"optimizer.step() ({kind}) would step {some(used)} a second time by the gradient of private step "
                 f"{self._step}. Call it once after a private.step() that returns a PrivateStep, then zero_grad()"
                 + ON_PRIVATE
             )
         unscales = getattr(optimizer, "grad_scale", None) is not None
-        sums = [(_sum(p.grad), self._due[p][unscales]) for p in ours if p.grad is not None]
+        sums = [(_sum(p.grad), due[unscales]) for p in ours if p.grad is not None and (due := self._due[p])]
         # Sums are compared on their device, so that only one number has to come from there.
         same = [x.new_zeros((), dtype=torch.bool) if due is None else x == due for x, due in sums]
         if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):

@@ -28,7 +28,7 @@ from autograd_hacks.extending import (
 )
 from autograd_hacks.private.accounting import Accountant, History, noise_for, spent
 from autograd_hacks.private.bounds import QuantileClip
-from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_, together
+from autograd_hacks.private.clip_and_noise import PrivateStep, clip_and_noise_
 from autograd_hacks.private.noise import SecureNoise, seed_of
 from autograd_hacks.private.poisson import OF_POISSON, Mark, PoissonBatches, PrivateLoader, Users, check_data
 from autograd_hacks.private.stepping import NoisyGrads, check_accumulation, check_optimizers
@@ -114,8 +114,7 @@ class PrivateTraining:
         self._seed = seed_of(seed)
         self._secure = SecureNoise() if secure else None
         self._marks: deque[Mark] = deque()  # of the micro-batches that the loader has yielded and no step has taken
-        self._parts: list[PrivateStep] = []
-        self._sums: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._part: PrivateStep | None = None  # of the micro-batches so far of a step that has others
         self._noise: tuple[Any, float] | None = None  # a request and the noise multiplier found for it
         self._epochs: tuple[int, int] = 0, 0  # the first step of epoch 0, and the number of steps in an epoch
         self._scale: float | None = None  # of the losses that `backward` had since the last step
@@ -157,8 +156,7 @@ class PrivateTraining:
 
     def detach(self) -> None:
         """Removes the hooks."""
-        hooked, self._hooked, self._model, self._optimizers = self._hooked, None, None, ()
-        self._parts, self._sums = [], []
+        hooked, self._hooked, self._model, self._optimizers, self._part = self._hooked, None, None, (), None
         if self._noisy is not None:
             self._noisy.close()
             self._noisy = None
@@ -327,18 +325,14 @@ class PrivateTraining:
         if mark.world > 1 or has_processes():
             self._check_spread(self._model, mark)
         self._noisy.forget()
-        for p, own in self._sums:
-            p.grad = own
-        self._sums = []
-        self._parts.append(self._clipped(self._model, mark, 1.0 if scale is None else scale)._first(mark.units))
-        self._scale = None
+        done = 0 if self._part is None else len(self._part.norms)
+        whole = self._clipped(self._model, mark, 1.0 if scale is None else scale)._first(done + mark.units)
+        self._part, self._scale = None if mark.is_last else whole, None
         if not mark.is_last:
             # Between micro-batches, an optimizer must not step by a sum without noise, and zero_grad() must not lose it.
-            self._sums = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
-            for p, _ in self._sums:
-                p.grad = None
+            for p in self._model.parameters():
+                p.grad = None if p.requires_grad else p.grad
             return None
-        whole, self._parts = together(self._parts), []
         kind = self.multiplier, mark.rate
         before = self.history.pop()[2] if self.history and self.history[-1][:2] == kind else 0
         self.history.append((*kind, before + 1))
@@ -351,7 +345,7 @@ class PrivateTraining:
     def _begin(self) -> None:
         """Begins a pass over the data.  An unfinished step of an earlier pass is dropped."""
         self._marks.clear()
-        self._parts, self._sums = [], []
+        self._part = None
         if self._model is not None:
             clear_backprops(self._model)
 
@@ -395,7 +389,7 @@ class PrivateTraining:
             bound, clip, multiplier = self.clip.bound or bound, "flat", self.clip.multiplier(multiplier)
         noise = self._secure or Secret.of(self._seed, "noise", mark.step)
         return clip_and_noise_(
-            model, bound, multiplier, expected, mark.groups(), noise, bool(self._parts), self.loss_type, clip=clip,
+            model, bound, multiplier, expected, mark.groups(), noise, self._part, self.loss_type, clip=clip,
             mask=torch.arange(mark.size, device="cpu") < mark.samples, scale=scale,
         )  # fmt: skip
 
@@ -419,7 +413,7 @@ class PrivateTraining:
 
         Raises RuntimeError between the micro-batches of a step.
         """
-        if self._parts:
+        if self._part is not None:
             raise RuntimeError("state_dict() must not be called between the micro-batches of a step" + ON_PRIVATE)
         return {
             "seed": self._seed,

@@ -122,34 +122,21 @@ class Batch:
         """
         samples, choices = len(kept), kept.nonzero()[:, 0]
         every = torch.arange(samples, device="cpu")
-        is_same_size = donors is None
-        donors = every.where(kept, choices[(every + shift) % len(choices)]) if donors is None else donors
-        if by_list:
-            args, kwargs = self.arguments()
-            order = donors.tolist()
-            swapped = tuple(_items(x, order) for x in args), {name: _items(x, order) for name, x in kwargs.items()}
-            is_same = all(x is y for x, y in zip((*args, *kwargs.values()), (*swapped[0], *swapped[1].values())))
-            return None if is_same else swapped
-        axes = self.axes_of_samples(axis, samples, with_masks=False)
-        taken = {(id(x), at): _taken(x, at, donors) for x, at in zip(self.leaves, axes) if at is not None}
+        order = every.where(kept, choices[(every + shift) % len(choices)]) if donors is None else donors
+        axes = [None] * len(self.leaves) if by_list else self.axes_of_samples(axis, samples, with_masks=False)
+        taken = {(id(x), at): _taken(x, at, order) for x, at in zip(self.leaves, axes) if at is not None}
         leaves = [leaf if at is None else taken[id(leaf), at] for leaf, at in zip(self.leaves, axes)]
-        has_lists = self.has_lists(samples)
-        if (
-            is_same_size
-            and not has_lists
-            and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves))
-        ):
+        if self.has_lists(samples, by_list):
+            args, kwargs = replace(self, leaves=leaves).arguments()
+            return tuple(_entries(x, order.tolist(), by_list) for x in args), _entries(kwargs, order.tolist(), by_list)
+        if donors is None and all(new is old or same(_dense(new), _dense(old)) for new, old in zip(leaves, self.leaves)):
             return None
-        args, kwargs = replace(self, leaves=leaves).arguments()
-        if has_lists:
-            order = donors.tolist()
-            return tuple(_entries(x, order) for x in args), {name: _entries(x, order) for name, x in kwargs.items()}
-        return args, kwargs
+        return replace(self, leaves=leaves).arguments()
 
-    def has_lists(self, samples: int) -> bool:
-        """Whether a list of numbers or strings, or an array, has an entry for each sample."""
+    def has_lists(self, samples: int, by_list: bool = False) -> bool:
+        """Whether a list of numbers or strings, or an array, has an entry for each sample.  by_list: see `replaced`"""
         args, kwargs = self.arguments()
-        return self.axes is None and any(_has_entries(x, samples) for x in (*args, *kwargs.values()))
+        return self.axes is None and any(_has_entries(x, samples, by_list) for x in (*args, *kwargs.values()))
 
     def told_otherwise(self, axis: int | None, size: int) -> int | None:
         """The first leaf with a given size on an axis, if the leaf that should show N has size 1, as position ids may."""
@@ -266,41 +253,32 @@ def _is_mask(leaf: Any) -> bool:
     return is_square and (leaf.dtype == torch.bool or (is_float and bool(((leaf == 0) | (leaf == -torch.inf)).all())))
 
 
-def _items(x: Any, order: list[int]) -> Any:
-    """A list with other items instead of some; anything else unchanged."""
-    if type(x) not in (list, tuple) or len(x) != len(order):
-        return x
-    return type(x)([own if n == k else _other(own, x[n]) for k, (own, n) in enumerate(zip(x, order))])
-
-
 def _other(own: Any, other: Any) -> Any:
     """An item instead of another one.  It has the same shape, since with another one samples would be packed otherwise,
     and kernels would give other digits."""
-    if not isinstance(own, Tensor) or (isinstance(other, Tensor) and other.shape == own.shape):
+    if other is own or not isinstance(own, Tensor) or (isinstance(other, Tensor) and other.shape == own.shape):
         return other
     return own.detach().flatten().roll(1).view(own.shape).requires_grad_(own.requires_grad)
 
 
-def _is_entries(x: Any, samples: int) -> bool:
-    if type(x) is list:
-        return len(x) == samples and not any(
-            isinstance(leaf, Tensor) or is_packed(leaf) for leaf in tree_leaves(x, is_packed)
-        )
+def _has_entries(x: Any, samples: int, by_list: bool) -> bool:
+    """Whether there is a container with an entry for each sample.  by_list: entries may be tensors"""
+    if isinstance(x, dict):
+        return any(_has_entries(own, samples, by_list) for own in x.values())
+    if type(x) is list or (by_list and type(x) is tuple):
+        held = [] if by_list else tree_leaves(x, is_packed)
+        return len(x) == samples and not any(isinstance(leaf, Tensor) or is_packed(leaf) for leaf in held)
     shape: Any = getattr(x, "shape", ())
     return hasattr(x, "__array_interface__") and len(shape) > 0 and shape[0] == samples  # NumPy's
 
 
-def _has_entries(x: Any, samples: int) -> bool:
-    return any(_has_entries(own, samples) for own in x.values()) if isinstance(x, dict) else _is_entries(x, samples)
-
-
-def _entries(x: Any, order: list[int]) -> Any:
-    """A container with an entry for each sample, with the entries in another order; anything else unchanged."""
+def _entries(x: Any, order: list[int], by_list: bool) -> Any:
+    """A container with an entry for each sample, with other entries; anything else unchanged."""
     if isinstance(x, dict):
-        return type(x)({key: _entries(own, order) for key, own in x.items()})
-    if not _is_entries(x, len(order)):
+        return type(x)({key: _entries(own, order, by_list) for key, own in x.items()})
+    if not _has_entries(x, len(order), by_list):
         return x
-    return [x[n] for n in order] if type(x) is list else x[order]
+    return type(x)(_other(own, x[n]) for own, n in zip(x, order)) if isinstance(x, list | tuple) else x[order]
 
 
 def _kind(leaf: Any) -> object:

@@ -172,12 +172,6 @@ class Documents:
         return found
 
 
-def tokens_of(samples: int, positions: int) -> Documents:
-    """Makes each position a row: row t · N + n is position t of sample n."""
-    ids = torch.arange(samples * positions, device="cpu").view(positions, samples).T
-    return Documents(ids, samples * positions, is_of_tokens=True)
-
-
 def check_segments(segments: object, verb: str, batch_dim: object, probe: object, independent: bool) -> None:
     """Raises TypeError if segments don't tell documents, and ValueError for a model hooked in a way that excludes them.
 
@@ -220,7 +214,9 @@ def documents_of(segments: Segments, args: Sequence[Any], kwargs: Mapping[str, A
     if isinstance(segments, Tensor):
         return _by_ids(segments, samples, positions, "the tensor that add_hooks or over was given as segments")
     if segments == TOKENS:
-        return tokens_of(samples, positions)
+        # Row t · N + n is position t of sample n.
+        rows = torch.arange(samples * positions, device="cpu").view(positions, samples).T
+        return Documents(rows, samples * positions, is_of_tokens=True)
     if callable(segments):
         what = f"the function {getattr(segments, '__name__', 'given')!r}"
         return _by_ids(segments(*args, **kwargs), samples, positions, what)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autograd_hacks.probe.tape import CONSTANT, OUTSIDE, Constants, Entry, Site, Source, Tape
+from autograd_hacks.probe.tape import CONSTANT, OUTSIDE, Entry, Site, Source, Tape
+from autograd_hacks.support.trees import ByTensor
 
 MOST = 32
 """How many tapes of one kind of forward are kept."""
@@ -23,48 +23,42 @@ class Tapes:
 
     def __init__(self) -> None:
         self.sites: set[Site] = set()  # those of forwards that were checked as a whole
-        self.constants = Constants()
+        self.constants = ByTensor[bool]()  # tensors that are older than a forward
         self.packed: dict[int, frozenset[int]] = {}  # by argument, the axes along which samples were packed
         self.mixing: Any = None  # what ran in the last forward in which samples mixed
         self.counts: list[int] = []  # the numbers of samples that were met
-        self._known: OrderedDict[int, _Shown] = OrderedDict()
-        self._next = 0
+        self._known: list[_Shown] = []  # the one that was met last is the last
 
     def __len__(self) -> int:
         return len(self._known)
 
     def how(self, tape: Tape) -> str:
         """How an equal tape was shown to be independent; "" if none was."""
-        for key, known in reversed(self._known.items()) if not tape.untold else ():
-            is_same = known.entries == tape.entries and known.sources == tape.sources and known.sites == tape.sites
-            if is_same and known.has_values_of(tape):
-                self._known.move_to_end(key)
-                return known.how
+        for k in reversed(range(len(self._known))) if not tape.untold else ():
+            if self._known[k].is_of(tape):
+                self._known.append(self._known.pop(k))
+                return self._known[-1].how
         return ""
 
     def are_like(self, tape: Tape, samples: int) -> bool:
         """Whether a tape needs no comparison with other numbers of samples: it ran what another one did, in other sizes."""
-        if samples not in self.counts and any(own.is_like(tape) for own in reversed(self._known.values())):
+        if samples not in self.counts and any(own.is_like(tape) for own in reversed(self._known)):
             self.counts.append(samples)
         return samples in self.counts
 
     def latest(self) -> Sequence[Entry]:
         """The entries of the tape that was met last."""
-        return next(reversed(self._known.values())).entries if self._known else ()
+        return self._known[-1].entries if self._known else ()
 
     def add(self, tape: Tape, read: Iterable[int], how: str) -> None:
         """read: the numbers of the tensors on whose values it rests that samples are independent"""
         sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
         values = {n: x.detach().clone() for n in read if (x := tape.value(n)) is not None}
-        self._known[self._next] = _Shown(tape.entries, sources, frozenset(tape.sites), values, how)
-        self._next += 1
-        while len(self._known) > MOST:
-            self._known.popitem(last=False)
+        self._known = [*self._known[1 - MOST :], _Shown(tape.entries, sources, frozenset(tape.sites), values, how)]
 
     def forget(self, tape: Tape) -> None:
         """Leaves out a tape that was added."""
-        for key in [key for key, known in self._known.items() if known.entries is tape.entries]:
-            del self._known[key]
+        self._known = [own for own in self._known if own.entries is not tape.entries]
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         return Tapes, ()
@@ -79,9 +73,10 @@ class _Shown(NamedTuple):
     values: Mapping[int, Tensor]  # those on which it rests, by number
     how: str  # how independence was shown
 
-    def has_values_of(self, tape: Tape) -> bool:
+    def is_of(self, tape: Tape) -> bool:
         given = ((x, tape.value(n)) for n, x in self.values.items())
-        return all(own is not None and torch.equal(x, own) for x, own in given)
+        is_same = self.entries == tape.entries and self.sources == tape.sources and self.sites == tape.sites
+        return is_same and all(own is not None and torch.equal(x, own) for x, own in given)
 
     def is_like(self, tape: Tape) -> bool:
         """Whether a tape has the same operations and numbers, except for sizes."""

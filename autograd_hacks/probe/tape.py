@@ -46,7 +46,6 @@ class Entry(NamedTuple):
     args: Sequence[Any]
     kwargs: Sequence[tuple[str, Any]] | None
     outputs: Sequence[tuple[int, torch.Size, tuple[int, ...], torch.dtype]]  # number, shape, strides
-    returns_many: bool
 
 
 class Source(NamedTuple):
@@ -73,7 +72,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self,
         model: nn.Module,
         arguments: Sequence[Any],
-        constants: Constants,
+        constants: ByTensor[bool] | tuple[()] = (),
         from_before: Sequence[Tensor] = (),
         expected: Sequence[Entry] = (),
     ) -> None:
@@ -92,8 +91,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
         self.has_backwards = False  # whether its sites have what a backward pass will run
+        self.is_to_count = False  # whether it must be tried if the forward does something else for other numbers of samples
         self.untold: set[Site] = set()  # of that, what can't be called alone, so that no forward is known by it
-        self.is_shown: bool | None = None  # whether samples are independent; None until that was asked
         self.model, self._constants, self._from_before = model, constants, from_before
         self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
         self.read: dict[int, tuple[Tensor, int]] = {}  # values by which entries are moved, and how often they were written
@@ -166,7 +165,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 self._keep(out[1], noted[1])
             elif packet is not _DIV or (isinstance(args[1], Tensor) and not args[1].ndim):
                 self.items[at] = args[1] if packet is _DIV else out[1]
-        entry = Entry(func, given, named, noted, not is_one)
+        entry = Entry(func, given, named, noted)
         if at < len(expected) and entry == expected[at]:
             entry = expected[at]  # what isn't kept doesn't make Python collect garbage
         self.entries.append(entry)
@@ -389,14 +388,6 @@ def place() -> tuple[str, int]:
     while frame.f_back is not None and re.search(r"/torch/|/autograd_hacks/|^<", frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-class Constants(ByTensor[bool]):
-    """Tensors that are older than a forward."""
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        for x in tensors:
-            self[x] = True
 
 
 # Ways on which values leave PyTorch, or change, without an operation.  They are watched while a tape runs.

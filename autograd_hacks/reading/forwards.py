@@ -127,7 +127,7 @@ def read_forward(recorder: Recorder, ran: Ran) -> bool:
         _read(recorder, ran)
     except Nested:
         ran.within.refuse(ran.parameters, NESTED)
-    return recorder.kinds.independent and (ran.within.kind.pending or not is_shown(recorder, ran))
+    return recorder.kinds.independent and not is_shown(recorder, ran)
 
 
 def _read(recorder: Recorder, ran: Ran) -> None:

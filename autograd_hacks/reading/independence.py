@@ -28,7 +28,7 @@ from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Constants, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -50,22 +50,35 @@ DIVIDED = (
 
 
 def is_shown(recorder: Recorder, ran: Ran) -> bool:
-    """Whether samples of a finished forward are known to be independent, from its tape.
-
-    A tape that is new needs a check, before the forward's gradients are read.
-    """
-    tape, within, samples = recorder.tape, ran.within, ran.within.samples
-    if tape is None or not samples or (samples == 1 and ran.known is None):
+    """Whether it is known if samples of a finished forward are independent, by its tape.  Else copies must run, before the
+    forward's gradients are read."""
+    tape, within, kind, samples = recorder.tape, ran.within, ran.within.kind, ran.within.samples
+    if not samples or (samples == 1 and ran.known is None):
         return True
-    if tape.refused is not None:
+    if tape is not None and tape.refused is not None:
         raise tape.refused
-    if samples == 1:
-        return bool(within.kind.tapes.how(tape)) or not _kept(recorder, tape, ran)
-    if within.mixing:
-        return bool(within.kind.tapes.mixing == tape.entries)
+    if kind.dependent is not None and (tape is None or kind.tapes.mixing != tape.entries):
+        within.mixing, within.mixed_outputs, kind.dependent = "", (), None  # another tape may tell another tale
+    if samples == 1 and tape is not None and not kind.tapes.how(tape) and (names := _kept(recorder, tape, ran)):
+        what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
+        _note_mixing(within, what, range(ran.count))
+    if samples == 1 or within.mixing:
+        kind.is_independent = not within.mixing
+        kind.tapes.mixing = tape.entries if tape is not None and samples > 1 else None
+        return True
+    if tape is None:
+        return not kind.pending
+    kind.shown, kind.tapes.mixing = "", None
     _note_backwards(tape, ran)
-    within.kind.shown = "" if _is_divided(tape, ran) else within.kind.tapes.how(tape)
-    return bool(within.kind.shown) or (not _is_to_count(recorder, tape, ran) and _is_by_tape(recorder, ran, samples))
+    if _is_divided(tape, ran):
+        within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
+        return True
+    if kind.is_independent and (how := kind.tapes.how(tape)):
+        kind.shown = how
+        return True
+    _check_opaque(tape)
+    tape.is_to_count = _is_to_count(recorder, tape, ran)
+    return _is_by_tape(recorder, ran, samples) and not tape.is_to_count
 
 
 def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
@@ -158,7 +171,11 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         within.unknown = Unknown(_said(min(unknown, key=str)), sites=unknown)
         return False
     tapes.sites |= sites
-    within.unknown, within.kind.shown = Unknown(), BY_VALUES if read or is_packed else BY_LABELS
+    within.unknown, within.kind.shown, within.kind.is_independent = (
+        Unknown(),
+        BY_VALUES if read or is_packed else BY_LABELS,
+        True,
+    )
     tapes.add(tape, read, within.kind.shown)
     return True
 
@@ -189,7 +206,7 @@ def _note_backwards(own: Tape, ran: Ran) -> None:
     own.has_backwards = True
     own.sites |= {(OF_HOOKS, named(hooks_of[key])) for hooks_of, key in ran.users_hooks if key in hooks_of}
     for node in filter(is_users, ran.trace.nodes):
-        tape, is_told = Tape(own.model, (), Constants()), not is_recomputed(node)
+        tape, is_told = Tape(own.model, ()), not is_recomputed(node)
         if is_told:
             ones = [torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in made(node)]
             with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng():
@@ -238,55 +255,26 @@ def _is_divided(tape: Tape, ran: Ran) -> bool:
 
 
 def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
-    """Records whether outputs, and changed buffers, are independent of other samples.
+    """Runs copies to see whether outputs, and changed buffers, are independent of other samples.
 
     Raises ProbeFailed if the model can't be copied, or the copy can't run.
     """
-    within, kind, samples = ran.within, ran.within.kind, ran.within.samples or 0
+    within, tapes, tape, samples = ran.within, ran.within.kind.tapes, recorder.tape, ran.within.samples or 0
     assert ran.known is not None
-    if kind.dependent is not None:  # another tape may tell another tale
-        within.mixing, within.mixed_outputs, kind.dependent = "", (), None
-    if (tape := recorder.tape) is not None:
-        if tape.refused is not None:
-            raise tape.refused
-        _check_opaque(tape)
-        _note_backwards(tape, ran)
-    if samples == 1 and tape is not None and (names := _kept(recorder, tape, ran)):
-        what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
-        _note_mixing(within, what, range(ran.count))
-    if tape is not None and samples > 1 and not within.mixing and _is_divided(tape, ran):
-        within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
-        return
-    if samples < 2 or within.mixing:
-        kind.is_independent = not within.mixing
-    elif tape is None or not (kind.is_independent and kind.tapes.how(tape)):
-        batch = ran.known.batch
-        copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
-        batch, counted = replace(batch, leaves=copy.given), tape if tape and _is_to_count(recorder, tape, ran) else None
+    batch = ran.known.batch
+    copy = ran.known.copy or Copy(model, batch.leaves, recorder.marks)  # as the forward began
+    batch = replace(batch, leaves=copy.given)  # the forward may have overwritten its own
+    if not within.kind.shown:
         _show(recorder, copy, batch, ran, samples)
-        if counted is not None and not within.mixing:
-            _count(recorder, copy, batch, ran, counted, samples)
-    if tape is None or samples < 2:
-        return
-    kind.tapes.mixing = tape.entries if within.mixing else None
-    if kind.is_independent and not within.mixing and not kind.tapes.how(tape):
-        kind.tapes.sites |= _sites(tape, within.counted_at is not None)
-        kind.tapes.constants.add(tape.outside)
-        # Wrappers give the memory of parts back when the forward has ended.
-        kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS)
-        within.kind.shown = BY_RUNS
+    if tape is not None and tape.is_to_count and not within.mixing:
+        _count(recorder, copy, batch, ran, tape, samples)
+    tapes.mixing = tape.entries if tape is not None and within.mixing else None
 
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
-    """batch: the copied arguments: the forward may have overwritten its own"""
-    within, kind = ran.within, ran.within.kind
-    # With several processes all run copies, because they must decide together.
-    is_alone = not has_processes()
-    if is_alone and _is_by_tape(recorder, ran, samples):
-        kind.is_independent = True
-        return
+    within, kind, tape = ran.within, ran.within.kind, recorder.tape
     every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples)
-    if is_alone:
+    if not has_processes():
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
     unknown = within.unknown
     is_met = unknown.meets and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
@@ -301,6 +289,13 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
             "arguments that returns the arguments for these samples alone, such as your collate function once more. The "
             "model's outputs are then compared." + ON_PRIVATE
         )
+    if tape is not None and kind.is_independent:
+        kind.tapes.sites |= _sites(tape, within.counted_at is not None)
+        for x in tape.outside:
+            kind.tapes.constants[x] = True
+        # Wrappers give the memory of parts back when the forward has ended.
+        kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS)
+        kind.shown = BY_RUNS
 
 
 def _runs_for(kinds: set[str], samples: int) -> tuple[list[torch.Tensor], int]:
@@ -387,7 +382,7 @@ def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within,
     model = own.model
     with ABOVE.alone(model), own.running(), Switch.paused_here():
         args, kwargs = replace(batch, leaves=own.given).arguments()
-        again = Tape(model, own.given, Constants())
+        again = Tape(model, own.given)
         again.lines, begin = [], perf_counter()
         again.start()
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,14 @@ from autograd_hacks.support.switch import Switch
 from autograd_hacks.support.trees import tensors_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_NUMBERS = (bool, int, float, str)
 
 
 class Seen(NamedTuple):
     """The results of one run."""
 
     outputs: list[Tensor]
-    left: dict[str, Tensor]  # by name, the buffers, and parameters and modules' numbers that were written
+    left: dict[str, Tensor]  # by name, the buffers, and numbers: modules', and a sum of each parameter
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
 
 
@@ -66,7 +68,6 @@ class Runs:
     samples: int
     makes_loss: bool
     are_parts: bool = False  # whether runs have some samples alone, and not other samples instead of some
-    whole: Sequence[torch.Size] = ()  # the shapes of the outputs for all samples
 
     def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
         """kept: the samples that there are, if not all"""
@@ -78,8 +79,6 @@ class Runs:
                 if p.numel() and not is_part(p) and not p.detach().any():
                     p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
             args, kwargs = own.given
-            before = [(name, p, _sum_of(p)) for name, p in model.named_parameters() if not is_part(p)]
-            numbers = _numbers(model)
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs, kept)
@@ -94,9 +93,8 @@ class Runs:
                     f"raised {type(error).__name__}: {error}. Training that is not "
                     "private can leave the check out: independent=False."
                 ) from error
-            left = [*model.named_buffers(), *((name, p) for name, p, own in before if not torch.equal(_sum_of(p), own))]
-            left += [(name, torch.tensor(x, device="cpu")) for name, x in _numbers(model).items() if numbers.get(name) != x]
-            return Seen([x.detach().clone() for x in outputs], {name: x.detach().clone() for name, x in left}, rows)
+            left = {name: x.detach().clone() for name, x in model.named_buffers()} | _numbers(model)
+            return Seen([x.detach().clone() for x in outputs], left, rows)
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor | None
@@ -105,7 +103,6 @@ class Runs:
         # Its values may be read in another way.  It starts no further runs.
         with hooked_copy(model, self.recorder, independent=False, within=self.within) as recorder:
             outputs = tensors_of(model(*args, **kwargs))
-            self.whole = self.whole or [x.shape for x in outputs]
             losses = [x for x in outputs if x.numel() == 1 and x.grad_fn is not None and x.is_floating_point()]
             if not self.makes_loss:
                 slots = [slot for slot, x in enumerate(outputs) if x.grad_fn is not None and not x.is_nested]
@@ -120,23 +117,24 @@ class Runs:
         return outputs, found
 
     def _along(self, x: Tensor, slot: int, kept: Tensor | None) -> Tensor | None:
-        """An output along a random direction, the same for a sample in each run.
+        """An output along a random direction, times a number of each sample's, which it has in each run.
 
-        For some samples no entry depends on other samples' entries."""
-        if slot >= len(self.whole):
+        None for some samples alone, if nothing says where they are."""
+        at, made = self._at(slot), partial(noise, device=x.device, dtype=x.dtype)
+        if at is None:
+            return None if self.are_parts else (x * made(x.shape, key_of(slot))).sum().real
+        of_each = made((self.samples,), key_of("samples"))
+        of_each = of_each if kept is None else of_each[kept.to(x.device)]
+        if not at.fits(x, len(of_each)):
             return None
-        direction = noise(self.whole[slot], key_of(slot), x.device, x.dtype)
-        if kept is not None:
-            at = self.layout(slot, self.whole[slot])
-            if at is None:
-                return None
-            direction = at.samples_first(direction, self.samples)[kept.to(x.device)]
-            x = at.samples_first(x, int(kept.sum()))
-        return (x * direction).sum().real if x.shape == direction.shape else None
+        x = at.samples_first(x, len(of_each))
+        return ((x * made(x.shape[1:], key_of(slot))).reshape(len(x), -1).sum(1) * of_each).sum().real
+
+    def _at(self, slot: int) -> Layout | None:
+        return self.within.outputs[slot] if slot < len(self.within.outputs) else None
 
     def layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
-        at = self.within.outputs[slot] if slot < len(self.within.outputs) else None
-        return at or self._by_size(shape)
+        return self._at(slot) or self._by_size(shape)
 
     def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         """The difference found for the kept samples, as text for messages, or "", and the outputs that show it.
@@ -167,17 +165,17 @@ class Runs:
         return likeliest(shape, self.samples, range(len(shape)))
 
 
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """The numbers among modules' attributes, and numbers that stand for strings."""
+def _numbers(model: nn.Module) -> dict[str, Tensor]:
+    """The numbers among modules' attributes, numbers that stand for strings, and a number for each parameter, which changes
+    if something is written there, also by ``.data``."""
     every = ((f"{path}.{name}", x) for path, own in model.named_modules() for name, x in vars(own).items())
-    return {
-        name.lstrip("."): key_of(x) >> 12 if type(x) is str else x for name, x in every if type(x) in (bool, int, float, str)
+    plain = {name.lstrip("."): key_of(x) >> 12 if type(x) is str else x for name, x in every if type(x) in _NUMBERS}
+    sums = {
+        name: p.detach().sum(dtype=torch.promote_types(p.dtype, torch.float64))
+        for name, p in model.named_parameters()
+        if not is_part(p)
     }
-
-
-def _sum_of(p: Tensor) -> Tensor:
-    """A number that changes if something is written.  A version doesn't see what is written by ``.data``."""
-    return p.detach().sum(dtype=torch.promote_types(p.dtype, torch.float64))
+    return {name: torch.tensor(x, device="cpu") for name, x in plain.items()} | sums
 
 
 def _changes(x: Tensor, y: Tensor, at: Layout | None, kept: Tensor, rounds: bool) -> bool:

@@ -76,7 +76,6 @@ def hint(name: str, public: Collection[str], verbs: Collection[str]) -> str:
 
 _LONGEST = 25
 """The largest number of rows that a table shows in full."""
-_CELL = "text-align: left; vertical-align: top; padding: 0.15em 1em 0.15em 0; white-space: "
 
 
 @dataclass(frozen=True)
@@ -105,15 +104,8 @@ class Table:
         return "\n".join(part for part in (self.title, *table, self.note) if part)
 
     def html(self) -> str:
-        """The table for a notebook, in the notebook's colours."""
-        lines = []
-        for tag, cells in zip(["th", *["td"] * len(self.rows)], self._shortened() if self.rows else ()):
-            spaces = ["pre" if len(text) <= 40 else "pre-wrap; min-width: 16em" for text in cells]  # long text wraps
-            shown = (f'<{tag} style="{_CELL}{space}">{escape(text)}</{tag}>' for text, space in zip(cells, spaces))
-            lines.append(f"<tr>{''.join(shown)}</tr>")
-        table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>" if lines else ""
-        before, after = (f"<p>{escape(x)}</p>".replace("\n", "<br>") if x else "" for x in (self.title, self.note))
-        return f'<div style="overflow-x: auto">{before}{table}{after}</div>'
+        """The same for a notebook.  Long lines can be scrolled."""
+        return f'<pre style="white-space: pre; overflow-x: auto">{escape(self.text())}</pre>'
 
 
 class Shown:

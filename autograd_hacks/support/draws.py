@@ -34,11 +34,6 @@ class Secret(bytes):
         """A hash of some fields' ``repr``."""
         return cls(sha256(repr(fields).encode()).digest())
 
-    @classmethod
-    def new(cls) -> Secret:
-        """256 random bits of the operating system's."""
-        return cls(secrets.token_bytes(32))
-
 
 Mechanism: TypeAlias = Callable[[str, torch.Size, float], Tensor]
 """A function of a parameter's name, the sum's shape and the standard deviation, which returns noise.  It is called once a
@@ -116,7 +111,7 @@ def drawn(
     firsts: gives all processes the first one's numbers. A secret's too: devices of other kinds have other ones
     """
     if noise is None or isinstance(noise, Secret):
-        yield from _of_secret(noise or Secret.new(), [p for _, p in named], deviation, firsts)
+        yield from _of_secret(noise or Secret(secrets.token_bytes(32)), [p for _, p in named], deviation, firsts)
         return
     for name, p in named:
         if isinstance(noise, torch.Generator):

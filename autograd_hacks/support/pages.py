@@ -11,21 +11,18 @@ from autograd_hacks.errors import EXPLAINED
 
 PACKAGE = Path(__file__).parent.parent
 HEADING = re.compile(r"^(\S.*)\n(([=\-~^])\3+)$", re.MULTILINE)
-ROLES = [
-    (re.compile(r"``([^`]+)``(?=  )"), r"\1    "),  # in a table: the columns stay aligned
-    (re.compile(r":doc:`([^`<]+) <([^`>]+)>`"), r"\1 (docs/\2.rst)"),
-    (re.compile(r":doc:`/?([^`]+)`"), r"docs/\1.rst"),
-    (re.compile(r"`([^`<\n]+)\s<([^`>\s]+)>`__?"), r"\1 (\2)"),
-    (re.compile(r":\w+:`([^`]+)`"), r"\1"),
-    (re.compile(r"``([^`]+)``"), r"\1"),
-    (re.compile(r"`([^`\n]+)`_?_?"), r"\1"),
+MARKS = [
+    (r"^\.\. (?:_|(?:testsetup|testcode|toctree|image|figure)::).*$(?:\n(?: .*)?$)*", ""),  # what a terminal doesn't show
+    (r"^\.\. (?:doctest|code-block|container)::.*\n|^ +:\w[\w-]*:(?: .*)?$\n?", ""),  # of which it shows the content
+    (r"``([^`\n]+)``(?=  )", r"\1    "),  # in a table: the columns stay aligned
+    (r":doc:`([^`<]+) <([^`>]+)>`", r"\1 (docs/\2.rst)"),
+    (r":doc:`/?([^`]+)`", r"docs/\1.rst"),
+    (r"`([^`<\n]+)\s<([^`>\s]+)>`__?", r"\1 (\2)"),
+    (r"(?<!\")(?:``|(?::\w+:)?`)([^`\n]+)(?:``|`_?_?)", r"\1"),
+    (r"^(?!\.\. )(.*:):$", r"\1"),
+    (r"\n{3,}", "\n\n"),
 ]
 """Marks of reStructuredText, and what a terminal shows instead."""
-
-HIDDEN = None, "testsetup", "testcode", "toctree", "image", "figure"
-"""Directives that a terminal doesn't show; None means a target."""
-BARE = "doctest", "code-block", "container"
-"""Directives whose content alone a terminal shows."""
 
 
 def folder() -> Path:
@@ -65,19 +62,6 @@ def section(page: str, title: str) -> str:
 
 def plain(text: str) -> str:
     """reStructuredText without its marks: roles, directives, and code that only prepares examples."""
-    kept, hidden = [], False
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            directive = re.match(r"\.\. ([\w-]+)::|\.\. _", line)
-            hidden = directive is not None and directive[1] in HIDDEN
-            if hidden or (directive is not None and directive[1] in BARE):
-                continue
-        if not hidden and not re.match(r"\s+:\w[\w-]*:( |$)", line):
-            kept.append(line if line.lstrip().startswith(">>>") else _without_roles(line))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
-
-
-def _without_roles(line: str) -> str:
-    for mark, shown in ROLES:
-        line = mark.sub(shown, line)
-    return line[:-1] if line.endswith("::") and not line.startswith("..") else line
+    for mark, shown in MARKS:
+        text = re.sub(mark, shown, text, flags=re.MULTILINE)
+    return text.strip()

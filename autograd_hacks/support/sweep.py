@@ -198,7 +198,7 @@ def outside_passes(run: Callable[[], Made]) -> Made:
         return run()
     makes_graph = torch.is_grad_enabled()
     streams = [torch.cuda.current_stream()] if torch.cuda.is_initialized() else []
-    is_paused = Switch.is_paused_here()
+    is_paused = Switch.here.paused
 
     def in_thread() -> Made:
         with torch.set_grad_enabled(makes_graph), ExitStack() as stack:

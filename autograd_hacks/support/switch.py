@@ -29,16 +29,10 @@ class Switch:
         return cls.enabled and not cls.pauses and not cls.here.paused
 
     @classmethod
-    def is_paused_here(cls) -> bool:
-        """Whether this thread's forwards are the library's and not the user's."""
-        return cls.here.paused
-
-    @classmethod
     @contextmanager
     def paused_here(cls) -> Iterator[None]:
         """A context for the library's own forwards in this thread."""
-        before = cls.is_paused_here()
-        with restored(partial(setattr, cls.here, "paused", before)):
+        with restored(partial(setattr, cls.here, "paused", cls.here.paused)):
             cls.here.paused = True
             yield
 

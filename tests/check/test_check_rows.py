@@ -65,7 +65,7 @@ def test_right_numbers_pass_in_every_form(dtype: torch.dtype) -> None:
         assert (checked.samples, checked.share, checked.numbers) == (N, 1.0, 75)
         title = "over all 75 parameters" if isinstance(given, Tensor) else "attributed: 100 % of 75 parameters"
         assert str(checked).split("\n")[0] == f"{N} samples, {title}"
-        assert "<table" in checked._repr_html_()
+        assert f">{checked}</pre>" in checked._repr_html_()
     assert [line.name for line in check_rows(model, batch, losses_of, rows).parameters] == list(rows)
 
 

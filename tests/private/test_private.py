@@ -18,6 +18,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import NothingRecorded, ProbeFailed, SamplesMixed
+from autograd_hacks.private import PrivateStep
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -48,8 +49,12 @@ def assert_grads(model: nn.Module, sums: dict[str, Tensor]) -> None:
     assert_close({name: p.grad for name, p in model.named_parameters()}, sums)
 
 
+def whole(model: nn.Module, multiplier: float = 0.0, **options: Any) -> PrivateStep:
+    return autograd_hacks.private.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options)
+
+
 def step(model: nn.Module, multiplier: float = 0.0, **options: Any) -> Tensor:
-    return autograd_hacks.private.clip_and_noise_(model, BOUND, multiplier, EXPECTED, **options).norms
+    return whole(model, multiplier, **options).norms
 
 
 @pytest.mark.parametrize("param_grad", [True, False])
@@ -120,11 +125,12 @@ def test_a_parameter_that_no_loss_reached_has_noise() -> None:
 def test_micro_batches() -> None:
     model, x = hooked(), torch.randn(6, 4)
     norms, sums = expected(model, x)
-    found = []
+    found = None
     for part in x.split(4):
         backward(model, part)
-        found.append(step(model, add=True))
-    assert_close(torch.cat(found), norms)
+        found = whole(model, add=found)
+    assert found is not None
+    assert_close(found.norms, norms)
     assert_grads(model, sums)
     with autograd_hacks.accumulate(model):
         for part in x.split(4):
@@ -135,12 +141,17 @@ def test_micro_batches() -> None:
 
 def test_refusals() -> None:
     model, eager, x = hooked(), hooked(param_grad=True), torch.randn(6, 4)
-    backward(model, x)
-    backward(eager, x)
+    earlier = []
+    for own in (model, eager):
+        backward(own, x)
+        earlier.append(whole(own))
+        backward(own, x)
     check_each(
         (ValueError, r"expected \(6,\), one for each sample",
          lambda: step(model, groups=torch.zeros(5, dtype=torch.long))),
-        (ValueError, "unclipped gradient", lambda: step(eager, add=True)),
+        (ValueError, "unclipped gradient", lambda: step(eager, add=earlier[1])),
+        (ValueError, "clipped to max_norm=2.0",
+         lambda: autograd_hacks.private.clip_and_noise_(model, 1, 1, 9, add=earlier[0])),
     )  # fmt: skip
     assert step(model, 1.0).isfinite().all()
     check_each((NothingRecorded, "spend privacy budget that the accountant", lambda: step(model, 1.0)))
@@ -295,16 +306,26 @@ def test_half_precision_is_rounded_after_the_noise(parts: int) -> None:
     for samples in range(1030, 1041):
         # Noise that leaves one sample's part.
         others = {shape: (1 - samples) * own / EXPECTED for shape, own in row.items()}
+        own = None
         for n, part in enumerate(x[:samples].chunk(parts)):
             autograd_hacks.backward(squares(model(part)), "sum")
-            step(model, float(n == parts - 1), add=n > 0, noise=lambda _, shape, __, others=others: others[shape])
+            own = autograd_hacks.private.clip_and_noise_(
+                model,
+                BOUND,
+                float(n == parts - 1),
+                EXPECTED,
+                add=own,
+                noise=lambda _, shape, __, others=others: others[shape],
+            )
         for p in model.parameters():
             assert p.grad is not None
             assert_close(p.grad.float(), row[p.shape] / EXPECTED, rtol=0.1, atol=0.02 * BOUND / EXPECTED)
     for dtype in (torch.bfloat16, torch.float32):
-        model.to(dtype).weight.grad += 1
-        backward(model, x.to(dtype))
-        with pytest.raises(ValueError, match="isn't what it has set"):
-            step(model, add=True)
-    model.zero_grad(set_to_none=False)
-    step(model, add=True)
+        backward(model.to(dtype), x.to(dtype))
+        with pytest.raises(ValueError, match="no noise yet"):
+            step(model, add=own)
+    own = whole(model)
+    model.weight.grad += 1
+    backward(model, x.float())
+    with pytest.raises(ValueError, match="as it was set"):
+        step(model, add=own)

@@ -127,6 +127,7 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "the last one": lambda h: torch.cat([h[:-1], -h[-1:]]),
     "places of a table": lambda h: h + torch.arange(27.0).view(9, 3)[: len(h)],
     "sizes alone": lambda h: nn.functional.group_norm(h.view(-1, 3, 1), 1).view(len(h), 3) + torch.zeros(len(h), 1),
+    "equal samples": lambda h: h / len(h) + 0 * float(h.detach()[0, 0]),  # with others instead nothing changes
     "a loop": lambda h: torch.stack([x.softmax(0) for x in h]),
 }
 
@@ -137,7 +138,7 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
     model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
     with autograd_hacks.add_hooks(model, independent=True):
         for samples in (3, 6, 4, 5) if how == "the last one" else (7, 6, 4, 5):
-            backward(model, torch.randn(samples, 4))
+            backward(model, torch.randn(1, 4).repeat(samples, 1) if how == "equal samples" else torch.randn(samples, 4))
             try:
                 step(model)
             except SamplesMixed as error:

@@ -86,8 +86,8 @@ def test_every_user_is_drawn_with_its_probability_and_with_all_samples() -> None
     batches = of_users().loader(dataset()).batches
     count: Counter[str] = Counter()
     for t in range(3000):
-        ((mark, *samples),) = batches._micro_batches(t)
-        users = Counter(USERS[n] for n in samples[: mark.samples])
+        (mark,) = batches._micro_batches(t)
+        users = Counter(USERS[n] for n in mark.numbers[: mark.samples])
         assert users == {own: SIZES[own] for own in users}
         count.update(users.keys())
     rate = EXPECTED / COUNT
@@ -110,7 +110,7 @@ def test_at_most_some_samples_of_a_user_each_as_likely_as_others() -> None:
         share = min(1.0, 3 / USERS.count(USERS[n]))
         assert abs(count[n] - 2000 * share) <= 5 * (2000 * share * (1 - share)) ** 0.5
     batches = of_users(per_user=1).loader(dataset(), micro_batch_size=1).batches
-    chosen = [[own[1:] for own in batches._micro_batches(t)] for t in (3, 3, 4)]
+    chosen = [[own.numbers for own in batches._micro_batches(t)] for t in (3, 3, 4)]
     assert chosen[0] == chosen[1] != chosen[2]
 
 
@@ -142,20 +142,19 @@ def test_the_chosen_samples_of_a_user_are_clipped_together() -> None:
 
 @crossed(most=[None, 8, 11], parts=[1, 2])
 def test_processes_have_the_same_micro_batches_of_different_users(most: int | None, parts: int) -> None:
-    def share(rank: int) -> list[list[Any]]:
+    def share(rank: int) -> list[Mark]:
         own = PoissonBatches(COUNT, 0.8, 1, lambda: SEED, lambda: 0, parts, most, (rank, 3), users=Users(USERS))
         return list(own._micro_batches(4))
 
     shares = [share(rank) for rank in range(3)]
     whole = PoissonBatches(COUNT, 0.8, 1, lambda: SEED, lambda: 0, users=Users(USERS))
-    for together in zip(*shares, strict=True):
-        marks: list[Mark] = [own[0] for own in together]
+    for marks in zip(*shares, strict=True):
         assert len({(mark.size, mark.is_last) for mark in marks}) == 1
-        assert all(len(own) == 1 + own[0].size <= 1 + (most or SIZE) for own in together)
+        assert all(mark.size <= (most or SIZE) for mark in marks)
         ids = [set(mark.users) for mark in marks if mark.users]
         assert not ids[0] & ids[1] | ids[0] & ids[2] | ids[1] & ids[2]
-    found = sorted(n for own in shares for mark, *samples in own for n in samples[: mark.samples])
-    assert found == sorted(n for own in whole._micro_batches(4) for n in own[1:])
+    found = sorted(n for own in shares for mark in own for n in mark.numbers[: mark.samples])
+    assert found == sorted(n for own in whole._micro_batches(4) for n in own.numbers)
 
 
 def test_the_loader_has_as_many_items_as_its_length_says() -> None:
@@ -165,8 +164,8 @@ def test_the_loader_has_as_many_items_as_its_length_says() -> None:
     assert len(lists) == len(batches) == 12
     for step in range(6):
         first, second = lists[2 * step : 2 * step + 2]
-        assert first + second == [x for own in batches._micro_batches(step) for x in own]
-        assert isinstance(second[0], Mark)
+        assert first + second == list(batches._micro_batches(step))
+        assert second
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from twin import Bare
 
 import autograd_hacks
+from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.private import PrivateTraining
-from autograd_hacks.reading import independence
 
 BEGINS = 3
 """The step in which a program changes."""
@@ -162,21 +162,9 @@ def test_what_keeps_samples_apart_is_accepted(name: str) -> None:
     assert accepted(Program(APART[name])) == 8
 
 
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the batches whose independence was not shown by labels alone."""
-    found: list[int] = []
-    own = independence._show
-
-    def counted(*given: Any) -> None:
-        found.append(given[-1])
-        own(*given)
-
-    monkeypatch.setattr(independence, "_show", counted)
-    return found
-
-
-def test_batches_of_other_sizes_need_no_further_check(checks: list[int]) -> None:
+def test_batches_of_other_sizes_need_no_further_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, own = list[Any](), ABOVE.show
+    monkeypatch.setattr(ABOVE, "show", lambda *given: [checks.append(given), own(*given)][-1])
     for _ in steps(Program(lambda own, h: nn.functional.dropout(h, 0.1))):
         pass
     assert len(checks) == 1

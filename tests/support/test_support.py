@@ -2,7 +2,7 @@
 
 import re
 from collections import namedtuple
-from html import unescape
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -141,20 +141,12 @@ def test_functions_are_told_by_name_and_not_by_address() -> None:
 HEADER = ("parameter", "bytes")
 
 
-def cells_of(html: str) -> list[list[str]]:
-    rows = re.findall(r"<tr>(.*?)</tr>", html)
-    return [[unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]
-
-
 def test_text_and_html_have_the_same_rows() -> None:
     table = Table("a model & more", (HEADER, ("<weight>", "12 B"), ("bias", "4 B")), "a note\nof two lines")
     lines = table.text().split("\n")
     assert lines[:3] == ["a model & more", "parameter  bytes", "---------  -----"]
     assert lines[3:] == ["<weight>   12 B", "bias       4 B", "a note", "of two lines"]
-    html = table.html()
-    assert cells_of(html) == [list(HEADER), ["<weight>", "12 B"], ["bias", "4 B"]]
-    assert "a model &amp; more" in html
-    assert "a note<br>of two lines" in html
+    assert re.findall(r"<pre[^>]*>(.*)</pre>", table.html(), re.DOTALL) == [escape(table.text())]
 
 
 def test_a_long_table_is_shortened_in_the_middle() -> None:
@@ -165,14 +157,12 @@ def test_a_long_table_is_shortened_in_the_middle() -> None:
         assert text[3].startswith("layers.0.weight")
         assert text[-1].startswith(table.rows[-1][0])
         assert text[3 + 12] == f"... {len(table.rows) - 25} more"
-        assert len(cells_of(table.html())) == 26
     assert "more" not in Table("few", (HEADER, *rows[:25])).text()
     assert "more" not in Table("whole", (HEADER, *rows), is_whole=True).text()
 
 
 def test_a_table_without_rows_is_a_line() -> None:
     assert Table("nothing yet").text() == "nothing yet"
-    assert "<table" not in Table("nothing yet").html()
 
 
 @pytest.mark.parametrize(
