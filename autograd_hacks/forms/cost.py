@@ -119,15 +119,6 @@ def _of_windows(windows: Windows) -> float:
     return windows.shape[1:].numel() * (costs.cut + costs.run / run)
 
 
-def is_turned(left: Tensor, right: Tensor) -> bool:
-    """Whether left.mT @ right is computed as the transpose of right.mT @ left.  left: N T O    right: N T I
-
-    A CPU's kernel does as much work as for the next multiple of 16 columns.  For 246 shapes with I not divisible by 8, what
-    is chosen took 1.02 times as long as the better order on average, and 1.12 without turning.
-    """
-    return left.is_cpu and right.shape[2] < 64 and right.shape[2] % 16 != 0 == left.shape[2] % 16
-
-
 def gram_by_positions(
     mine: Sequence[Pair | None], theirs: Sequence[Pair | None] | None, samples: tuple[int, int], numbers: int
 ) -> bool:
