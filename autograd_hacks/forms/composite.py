@@ -159,7 +159,11 @@ class Composite(Form):
         return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
     def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if self.adds_up and self._cancels(max_bytes):
+        if isinstance(other, Scaled) and not isinstance(self, Scaled):
+            return other.gram(self, max_bytes).mH
+        # If rows are written out, then once, and not once for each part of the other form.
+        is_written = len(self.parts) > 1 and not takes_positions(self, other)
+        if is_written or (self.adds_up and self._cancels(max_bytes)):
             return Form.gram(self, other, max_bytes)
         return self._join(part.gram(other, max_bytes) for part in self.parts)
 
@@ -372,11 +376,6 @@ class Concatenation(Composite):
 
     def norms(self, max_bytes: int = BUDGET) -> Tensor:
         return self._join(part.norms(max_bytes) for part in self.parts)
-
-    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
-            return Form.gram(self, other, max_bytes)
-        return super().gram(other, max_bytes)
 
     def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         if self.varying is None:

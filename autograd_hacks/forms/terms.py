@@ -9,7 +9,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.factored import norms_by_positions, takes_positions
+from autograd_hacks.forms.factored import norms_by_positions
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
@@ -68,14 +68,6 @@ class Sum(Composite):
                 for piece in slices_of(self.samples, fits):
                     total[piece] += part[piece].dense(factor=factor)
         return total
-
-    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if isinstance(other, Scaled):
-            return other.gram(self, max_bytes).mH
-        are_pairs = all(leaf.pair is not None for form in (self, other) for leaf in form.leaves())
-        if are_pairs and not takes_positions(self, other):
-            return Form.gram(self, other, max_bytes)
-        return super().gram(other, max_bytes)
 
     norms = norms_by_positions
 
