@@ -16,7 +16,6 @@ from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
-from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """{number of spatial axes: the convolution}"""
@@ -135,13 +134,6 @@ class Convolution(Factored):
         return total
 
     norms = norms_by_positions
-
-    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
-        check_is_map(random)
-        if self.pair is None or not random.takes_factors(self.pair):
-            return super().project(random, max_bytes)
-        each = max(1, 8 * self.windows.shape[1:].numel())
-        return torch.cat([self[p]._product().project(random, max_bytes) for p in slices_of(self.samples, max_bytes // each)])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:
