@@ -342,12 +342,7 @@ class Concatenation(Composite):
         return Concatenation(parts)
 
     def to(self, dtype: torch.dtype) -> Form:
-        if self.varying is None or self.like.dtype == dtype:
-            return super().to(dtype)
-        first, *more = self._sharing
-        own = first.to(dtype)
-        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
-        return Concatenation([own, *others], self.varying)
+        return self if self.like.dtype == dtype else Concatenation([part.to(dtype) for part in self.parts], self.varying)
 
     def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is None:

@@ -91,12 +91,7 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The sum over parameters, which may differ in dtype and device."""
     total: Tensor | None = None
     for part in terms:
-        if total is None:
-            total = part
-        elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
-            total = total + part.to(total.device)
-        else:
-            total += part.to(total.device)
+        total = part if total is None else total + part.to(total.device)
     return torch.zeros(shape, device="cpu") if total is None else total
 
 
