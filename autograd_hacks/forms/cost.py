@@ -168,7 +168,7 @@ def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in:
 
 def cache_budget(max_bytes: int, like: Tensor) -> int:
     """The part of a budget whose memory malloc can reuse at once, and that stays in the cache."""
-    return min(max_bytes, MAPPED // 4) if like.is_cpu else max_bytes
+    return min(max_bytes, MAPPED // 8) if like.is_cpu else max_bytes
 
 
 def memory_of_products(pairs: Sequence[Pair]) -> int:
