@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 
 Index = slice | Tensor
 INTERNAL = frozenset(
-    """pair leaves factors writes_in_place cuts_well saving held_size wide written merge_key merge terms
+    """pair leaves factors cuts_well saving held_size wide written merge_key merge terms
     new_sums blocks varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
 )
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
@@ -87,8 +87,6 @@ class Form(Hinting, Shown, ABC):
 
     # Costs.  Verbs and readers use these to choose the cheaper way; they change no number.
 
-    writes_in_place = True
-    """Whether ``dense(out)`` writes directly into ``out``, without a copy."""
     cuts_well = False
     """Whether the time and memory of a `block` are proportional to its size."""
 
@@ -333,11 +331,6 @@ class Dense(Form):
 
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
-
-    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        if total is None and self.values.is_contiguous() and self.values.dtype == self.sum_dtype:  # it is read where it is
-            return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
-        return super().weighted_sum(w, max_bytes, total)
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:

@@ -189,8 +189,7 @@ class Scaled(Composite):
                 f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
-        self.cuts_well, self.writes_in_place = form.cuts_well, form.writes_in_place
-        self.form, self.factor = form, factor
+        self.cuts_well, self.form, self.factor = form.cuts_well, form, factor
 
     @property
     def size(self) -> float | Tensor:

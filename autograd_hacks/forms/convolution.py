@@ -60,7 +60,6 @@ class Convolution(Factored):
         self.is_depthwise = groups > 1 and shape[1] == 1
         # J is written through windows and a matrix product, or by a grouped convolution.
         self.by_windows = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
-        self.writes_in_place = self.by_windows or (not self.is_depthwise and self.samples * shape.numel() > _ROWS)
 
     def _of(self, *held: Tensor) -> Convolution:
         (x, g), settings = held, (self.stride, self.padding, self.dilation, self.groups, self.is_transposed)

@@ -87,7 +87,6 @@ def test_magnitudes_go_inside() -> None:
 def test_convolutions_are_written_into_slices(groups: int) -> None:
     x, g = torch.randn(3, 4, 3).double(), torch.randn(3, 2, 1).double()  # so short that it goes by windows
     form = Convolution(x, g, torch.Size((2, 4 // groups, 3)), [1], [0], [1], groups)
-    assert form.writes_in_place
     memory = torch.full((3, 5, 4 // groups, 3), torch.nan).double()
     Placed({(1, 3): form}, memory.shape[1:]).dense(memory)
     assert_close(memory, embedded(1, form, 5))
