@@ -150,9 +150,13 @@ class Composite(Form):
         return self._join(part.dot(own, max_bytes) for part, own in zip(self.parts, self._cut(v)))
 
     def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        for part, own in zip(self.parts, self._split(w)):
-            total = part.weighted_sum(own, max_bytes, total)
-        assert total is not None  # there is a part
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        leads_back = any(x.requires_grad for x in (w, *self.held))
+        for part, weights, own in zip(self.parts, self._split(w), self._cut(total, w.ndim - 1)):
+            if leads_back:  # after a first in-place write torch may treat a view as a leaf
+                own.add_(part.weighted_sum(weights, max_bytes))
+            else:
+                part.weighted_sum(weights, max_bytes, own)
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:

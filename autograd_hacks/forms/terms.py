@@ -152,16 +152,6 @@ class Placed(Composite):
             return Sum([self, *others])
         return Placed({bounds: add(forms) for bounds, forms in found.items()}, self.shape)
 
-    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
-        leads_back = any(x.requires_grad for x in (w, *self.held))
-        for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
-            if leads_back:  # after a first in-place write torch may treat a view as a leaf
-                own.add_(form.weighted_sum(w, max_bytes))
-            else:
-                form.weighted_sum(w, max_bytes, own)
-        return total
-
     def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         total = Zero(self.samples, self.shape, self.like).second_moment(w, about, max_bytes)
         for (start, stop), form in self.entries.items():

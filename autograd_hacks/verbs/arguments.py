@@ -32,15 +32,15 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
         raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers: ids.long()." + ON_VERBS)
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
-    if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
+    if groups is None:
+        names, numbers = ids.unique(return_inverse=True)
+        return numbers, len(names)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(
             f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
             "Raise it." + ON_VERBS
         )
-    if groups is not None:
-        return ids, groups
-    names, numbers = ids.unique(return_inverse=True)
-    return numbers, len(names)
+    return ids, groups
 
 
 TRIED = 1024
