@@ -332,6 +332,11 @@ class Dense(Form):
     def matrix(self) -> Tensor:
         return self.values.reshape(self.samples, self.shape.numel())
 
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        if total is None and self.values.is_contiguous() and self.values.dtype == self.sum_dtype:  # it is read where it is
+            return (w.to(self.sum_dtype) @ self.matrix()).view((*w.shape[:-1], *self.shape))
+        return super().weighted_sum(w, max_bytes, total)
+
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         if v.shape[1] == 1:
             return (u * v @ self.matrix().mT).to(self.sum_dtype)

@@ -249,13 +249,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
         forms' own dtype"""
         (forms, factor), found = without_factor(self), dict[str, Tensor]()
-        scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
         def given(like: Tensor) -> Tensor:
-            if (own := scaled.get((like.device, like.dtype))) is None:
-                own = w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
-                scaled[like.device, like.dtype] = own
-            return own
+            return w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
 
         for group in small_alike(forms, max_bytes):
             factors = [*zip(*group.values())]
