@@ -65,11 +65,7 @@ class Metric(Shown, dict["str | nn.Parameter", LinearMap]):
         return found
 
     def _table(self) -> Table:
-        rows = [("parameter", "map", "made of tensors of shape")]
-        for key, by in self.items():
-            name = key if isinstance(key, str) else f"of shape {tuple(key.shape)}"
-            rows.append((name, type(by).__name__, ", ".join(str(tuple(x.shape)) for x in by.tensors())))
-        return Table(f"Metric of {len(self)} parameters", rows)
+        return Table(f"Metric of {len(self)} parameters")
 
     @classmethod
     def from_optimizer(cls, optimizer: torch.optim.Optimizer) -> Metric:

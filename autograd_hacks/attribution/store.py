@@ -77,8 +77,7 @@ class Store(Shown):
 
     def _table(self) -> Table:
         size = with_unit(sum(x.nbytes for x in self._rows.values()))
-        cells = [(name or "rows", str(tuple(x.shape)), str(x.dtype), with_unit(x.nbytes)) for name, x in self._rows.items()]
-        return Table(f"Store of {len(self)} rows in {self.path}, {size}", [("name", "shape", "dtype", "bytes"), *cells])
+        return Table(f"Store of {len(self)} rows in {self.path}, {size}")
 
     # The weights that the rows come from.
 

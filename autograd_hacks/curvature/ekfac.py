@@ -42,13 +42,8 @@ class EKFAC(Shown):
         return (self.a, self.b) if self.is_turned else (self.b, self.a)
 
     def _table(self) -> Table:
-        parts = [("a", "eigenvectors of inputs", self.a), ("b", "eigenvectors of gradients at outputs", self.b)]
-        parts.append(("values", "eigenvalues", self.values))
-        held = [(name, what, x) for name, what, x in parts if x is not None]
-        rows = [(name, what, str(tuple(x.shape)), with_unit(bytes_of([x]))) for name, what, x in held]
-        size = " × ".join(map(str, self.values.shape))
-        title = f"EKFAC of {self.name}: {size}, {with_unit(bytes_of(x for *_, x in held))}"
-        return Table(title, [("", "what", "shape", "holds"), *rows])
+        held = bytes_of(x for x in (self.a, self.b, self.values) if x is not None)
+        return Table(f"EKFAC of {self.name}: {' × '.join(map(str, self.values.shape))}, {with_unit(held)}")
 
     def map(self, values: Tensor, shape: torch.Size) -> LinearMap:
         """G ↦ Q_L (D ∘ (Q_Lᵀ G Q_R)) Q_Rᵀ, for a `Metric`.  The inverse (EKFAC + λ)⁻¹ has D = 1 / (``values`` + λ).

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autograd_hacks.forms.cost import cache_budget
 from autograd_hacks.forms.numerics import accumulation_dtype, put, row_norms, slices_of
-from autograd_hacks.forms.positions import Pair, Positions
+from autograd_hacks.forms.positions import Pair, Positions, Windows
 from autograd_hacks.forms.projection import AnyMap, check_is_map
 from autograd_hacks.support.display import Hinting, Shown, Table, bytes_of, with_unit
 
@@ -24,7 +24,7 @@ BUDGET = 64 * 2**20
 
 Index = slice | Tensor
 INTERNAL = frozenset(
-    """pair leaves factors writes_in_place cuts_well saving held_size wide written merge_key merge terms
+    """pair leaves factors cuts_well saving held_size wide written merge_key merge terms
     new_sums blocks varies smallest tangent varied side_by_side""".split()  # noqa: SIM905 to be read
 )
 """Methods that the library needs and users don't: hidden from tab completion and from the reference."""
@@ -87,8 +87,6 @@ class Form(Hinting, Shown, ABC):
 
     # Costs.  Verbs and readers use these to choose the cheaper way; they change no number.
 
-    writes_in_place = True
-    """Whether ``dense(out)`` writes directly into ``out``, without a copy."""
     cuts_well = False
     """Whether the time and memory of a `block` are proportional to its size."""
 
@@ -164,24 +162,12 @@ class Form(Hinting, Shown, ABC):
         for rows in slices_of(entries, entries if fits else max_bytes * entries // numbers):
             yield rows, self if fits else self.block(rows)
 
-    def _written(self, max_bytes: int, *others: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest).
-
-        A piece overwrites the previous one's memory, unless gradients are required by the form or by a tensor that it is
-        combined with (others)."""
+    def _written(self, max_bytes: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """J piece by piece: samples, entries of the parameter's first axis, and (samples, entries · rest)."""
         max_bytes = cache_budget(max_bytes // 2, self.like)  # the caller still holds one piece while the next is written
-        memory, leads_back = None, any(x is not None and x.requires_grad for x in (*others, *self.held))
         for samples, part in self.chunks(max_bytes):
             for rows, block in part.blocks(max_bytes):
-                size, is_own = block.samples * block.shape.numel(), type(block).matrix is not Form.matrix
-                if memory is None or size > memory.numel() or is_own or not block.writes_in_place:
-                    written = block.matrix()
-                    memory = None if is_own or leads_back or written.requires_grad else written.flatten()
-                else:
-                    written = block.dense(memory[:size].view(block.samples, *block.shape)).view(
-                        block.samples, block.shape.numel()
-                    )
-                yield samples, rows, written
+                yield samples, rows, block.matrix()
 
     # The verbs.
 
@@ -189,7 +175,7 @@ class Form(Hinting, Shown, ABC):
         """J v: every sample's gradient along ``v``.  v: shape.  Returns N."""
         v = v.to(self.sum_dtype).reshape(self.shape if self.shape else (1,))
         found = self.new_sums(self.samples)
-        for samples, rows, written in self._written(max_bytes, v):
+        for samples, rows, written in self._written(max_bytes):
             found[samples] += written @ v[rows].flatten()
         return found
 
@@ -203,7 +189,7 @@ class Form(Hinting, Shown, ABC):
         total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
         weights = (w if w.ndim == 2 else w[None]).to(total.dtype)
         sums = total.view(len(weights), self.shape[:1].numel(), self.shape[1:].numel())
-        for samples, rows, written in self._written(max_bytes, w):
+        for samples, rows, written in self._written(max_bytes):
             sums[:, rows].add_((weights[:, samples] @ written).view(sums[:, rows].shape))
         return total
 
@@ -211,7 +197,7 @@ class Form(Hinting, Shown, ABC):
         """Σₙ wₙ (gₙ - about)², elementwise.  w: N    about: shape, zero by default.  Returns shape."""
         total = self.new_sums(self.shape[:1].numel(), self.shape[1:].numel()).abs()
         about = None if about is None else about.to(self.sum_dtype).reshape(total.shape)
-        for samples, rows, written in self._written(max_bytes // 2, w, about):
+        for samples, rows, written in self._written(max_bytes // 2):
             size = written if about is None else written - about[rows].flatten()
             size = size.abs() if size.is_complex() else size
             squares = size.square() if size is written or size.requires_grad else size.square_()
@@ -293,7 +279,12 @@ class Form(Hinting, Shown, ABC):
     def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
         """J R, for a random map R that is not stored; see `RandomMap` and `SparseMap`.  Returns (N, dim)."""
         check_is_map(random)
-        found = self.new_sums(self.samples, random.dim)
+        found, pair = self.new_sums(self.samples, random.dim), self.pair
+        if pair is not None and self.shape[:1] == pair[0].shape[2:] and random.takes_factors(pair):
+            for samples, part in self.chunks(max_bytes, random.memory_of_factors(pair) + 2 * pair[1].shape[1:].numel()):
+                left, right = (f.written() if isinstance(f, Windows) else f for f in part.pair or pair)
+                found[samples] = random.of_factors(left, right, max_bytes)  # type: ignore[arg-type]  # right is no table
+            return found
         for samples, part in self.chunks(max_bytes, self.row_size() + random.memory()):
             for rows, block in part.blocks(max_bytes):
                 random.add_to(found[samples], block.matrix(), rows)
@@ -302,15 +293,7 @@ class Form(Hinting, Shown, ABC):
     def _table(self) -> Table:
         kinds = f" of {kinds_of(self)}" if self.parts else ""
         size = f"holds {with_unit(held_bytes(self))}, {with_unit(written_bytes(self))} written out"
-        title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
-        return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *self._tree()])
-
-    def _tree(self, depth: int = 0) -> Iterator[tuple[str, ...]]:
-        tensors = "" if self.parts else ", ".join(str(tuple(x.shape)) for x in self.held)
-        name = "  " * depth + type(self).__name__
-        yield name, str((self.samples, *self.shape)), tensors, with_unit(held_bytes(self))
-        for part in self.parts:
-            yield from part._tree(depth + 1)
+        return Table(f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}")
 
 
 def kinds_of(form: Form) -> str:

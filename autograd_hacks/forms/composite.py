@@ -150,16 +150,24 @@ class Composite(Form):
         return self._join(part.dot(own, max_bytes) for part, own in zip(self.parts, self._cut(v)))
 
     def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        for part, own in zip(self.parts, self._split(w)):
-            total = part.weighted_sum(own, max_bytes, total)
-        assert total is not None  # there is a part
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        leads_back = any(x.requires_grad for x in (w, *self.held))
+        for part, weights, own in zip(self.parts, self._split(w), self._cut(total, w.ndim - 1)):
+            if leads_back:  # after a first in-place write torch may treat a view as a leaf
+                own.add_(part.weighted_sum(weights, max_bytes))
+            else:
+                part.weighted_sum(weights, max_bytes, own)
         return total
 
     def terms(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat([part.terms(own, v) for part, own in zip(self.parts, self._cut(u, 1))], 1)
 
     def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if self.adds_up and self._cancels(max_bytes):
+        if isinstance(other, Scaled) and not isinstance(self, Scaled):
+            return other.gram(self, max_bytes).mH
+        # If rows are written out, then once, and not once for each part of the other form.
+        is_written = len(self.parts) > 1 and not takes_positions(self, other)
+        if is_written or (self.adds_up and self._cancels(max_bytes)):
             return Form.gram(self, other, max_bytes)
         return self._join(part.gram(other, max_bytes) for part in self.parts)
 
@@ -185,8 +193,7 @@ class Scaled(Composite):
                 f"the factor has shape {tuple(factor.shape)}; expected a number, or one for each of {form.samples} rows"
             )
         self.parts, self.samples, self.shape, self.held = (form,), form.samples, form.shape, form.held
-        self.cuts_well, self.writes_in_place = form.cuts_well, form.writes_in_place
-        self.form, self.factor = form, factor
+        self.cuts_well, self.form, self.factor = form.cuts_well, form, factor
 
     @property
     def size(self) -> float | Tensor:
@@ -338,12 +345,7 @@ class Concatenation(Composite):
         return Concatenation(parts)
 
     def to(self, dtype: torch.dtype) -> Form:
-        if self.varying is None or self.like.dtype == dtype:
-            return super().to(dtype)
-        first, *more = self._sharing
-        own = first.to(dtype)
-        others = [own.varied(self.varying, part.held[self.varying].to(dtype)) for part in more]
-        return Concatenation([own, *others], self.varying)
+        return self if self.like.dtype == dtype else Concatenation([part.to(dtype) for part in self.parts], self.varying)
 
     def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is None:
@@ -372,11 +374,6 @@ class Concatenation(Composite):
 
     def norms(self, max_bytes: int = BUDGET) -> Tensor:
         return self._join(part.norms(max_bytes) for part in self.parts)
-
-    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if not takes_positions(self, other):  # then each row is written out once, not once for each part of the other form
-            return Form.gram(self, other, max_bytes)
-        return super().gram(other, max_bytes)
 
     def dot(self, v: Tensor, max_bytes: int = BUDGET) -> Tensor:
         if self.varying is None:

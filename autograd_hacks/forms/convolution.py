@@ -16,7 +16,6 @@ from autograd_hacks.forms.factored import Factored, norms_by_positions
 from autograd_hacks.forms.numerics import put, slices_of
 from autograd_hacks.forms.outer import Outer
 from autograd_hacks.forms.positions import Positions, Windows
-from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """{number of spatial axes: the convolution}"""
@@ -61,7 +60,6 @@ class Convolution(Factored):
         self.is_depthwise = groups > 1 and shape[1] == 1
         # J is written through windows and a matrix product, or by a grouped convolution.
         self.by_windows = not self.is_depthwise and way_of_convolution(self.windows, shape[0], groups)[0]
-        self.writes_in_place = self.by_windows or (not self.is_depthwise and self.samples * shape.numel() > _ROWS)
 
     def _of(self, *held: Tensor) -> Convolution:
         (x, g), settings = held, (self.stride, self.padding, self.dilation, self.groups, self.is_transposed)
@@ -135,13 +133,6 @@ class Convolution(Factored):
         return total
 
     norms = norms_by_positions
-
-    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
-        check_is_map(random)
-        if self.pair is None or not random.takes_factors(self.pair):
-            return super().project(random, max_bytes)
-        each = max(1, 8 * self.windows.shape[1:].numel())
-        return torch.cat([self[p]._product().project(random, max_bytes) for p in slices_of(self.samples, max_bytes // each)])
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         if self.is_transposed:

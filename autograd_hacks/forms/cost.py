@@ -119,15 +119,6 @@ def _of_windows(windows: Windows) -> float:
     return windows.shape[1:].numel() * (costs.cut + costs.run / run)
 
 
-def is_turned(left: Tensor, right: Tensor) -> bool:
-    """Whether left.mT @ right is computed as the transpose of right.mT @ left.  left: N T O    right: N T I
-
-    A CPU's kernel does as much work as for the next multiple of 16 columns.  For 246 shapes with I not divisible by 8, what
-    is chosen took 1.02 times as long as the better order on average, and 1.12 without turning.
-    """
-    return left.is_cpu and right.shape[2] < 64 and right.shape[2] % 16 != 0 == left.shape[2] % 16
-
-
 def gram_by_positions(
     mine: Sequence[Pair | None], theirs: Sequence[Pair | None] | None, samples: tuple[int, int], numbers: int
 ) -> bool:
@@ -135,24 +126,17 @@ def gram_by_positions(
     rows of this many numbers.
 
     mine, theirs: of all forms that the rows consist of; None for theirs if they are the same rows    samples: N, M"""
-    first, (n, m), positions, each, at = mine[0], samples, 0, list[int](), list[int]()
-    for pairs in (mine, theirs or ()):
-        count = most = 0
-        for pair in pairs:
-            if pair is None or first is None or not is_written(pair) or pair[1].is_complex():
-                return False
-            (left, right), size = pair, pair[1].shape[0] * pair[1].shape[1]
-            if (left.shape[2], right.shape[2]) != (first[0].shape[2], first[1].shape[2]):
-                return False
-            count, most = count + size, max(most, multiplications(pair))
-            positions += size if isinstance(left, Tensor) else 0
-        at.append(count)
-        each.append(most)
-    costs, rows = costs_of(first[0].device), n if theirs is None else n + m  # type: ignore[index]  # there is a pair
-    if theirs is None:
-        at[1], each[1] = at[0], each[0]
-    spent = at[0] * at[1] * (costs.pair + costs.short * min(each))
-    spent += costs.call * (len(mine) * len(theirs or mine) - 1)  # rows are multiplied at once
+    (n, m), others = samples, mine if theirs is None else theirs
+    every = [pair for pair in (*mine, *(theirs or ())) if pair is not None and is_written(pair) and not pair[1].is_complex()]
+    fans = {(left.shape[2], right.shape[2]) for left, right in every}
+    if len(every) < len(mine) + len(theirs or ()) or len(fans) > 1:
+        return False
+    costs, rows = costs_of(every[0][0].device), n if theirs is None else n + m
+    positions = sum(right.shape[:2].numel() for left, right in every if isinstance(left, Tensor))
+    at = [sum(pair[1].shape[:2].numel() for pair in own if pair) for own in (mine, others)]
+    each = min(max(multiplications(pair) for pair in own if pair) for own in (mine, others))
+    spent = at[0] * at[1] * (costs.pair + costs.short * each)
+    spent += costs.call * (len(mine) * len(others) - 1)  # rows are multiplied at once
     return spent <= numbers * (positions + costs.write * rows + max(n * m, costs.read * rows))
 
 
@@ -184,7 +168,7 @@ def sketches_factors(device: torch.device, positions: int, fan_out: int, fan_in:
 
 def cache_budget(max_bytes: int, like: Tensor) -> int:
     """The part of a budget whose memory malloc can reuse at once, and that stays in the cache."""
-    return min(max_bytes, MAPPED // 4) if like.is_cpu else max_bytes
+    return min(max_bytes, MAPPED // 8) if like.is_cpu else max_bytes
 
 
 def memory_of_products(pairs: Sequence[Pair]) -> int:

@@ -13,7 +13,6 @@ from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import by_products, by_writing, gram_by_positions, memory_of_products
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.forms.positions import Positions, Windows, Written, gram_of_pairs, norms_of_pairs
-from autograd_hacks.forms.projection import AnyMap, check_is_map
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -123,15 +122,6 @@ class Paired(Factored):
             if products is not None:
                 return products
         return super().gram(other, max_bytes)
-
-    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
-        check_is_map(random)
-        if self.shape[:1] != self.pair[0].shape[2:] or not random.takes_factors(self.pair):
-            return super().project(random, max_bytes)
-        found = self.new_sums(self.samples, random.dim)
-        for samples, part in self.chunks(max_bytes, random.memory_of_factors(self.pair)):
-            found[samples] = random.of_factors(*part.pair, max_bytes)
-        return found
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
         gradients = [form.held[self.varies[0]] for form in (self, *others)]

@@ -217,8 +217,6 @@ class Mapped(Form):
     by: M
     """
 
-    writes_in_place = False
-
     def __init__(self, form: Form, by: LinearMap) -> None:
         self.form, self.by, self.samples, self.shape = form, by, form.samples, by.shape_of(form.shape)
         self.held = form.held

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms.base import BUDGET, Form
-from autograd_hacks.forms.cost import is_turned, saving
+from autograd_hacks.forms.cost import saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
-from autograd_hacks.forms.numerics import pairs_of, put, row_norms
+from autograd_hacks.forms.numerics import pairs_of, row_norms
 
 
 class Outer(Paired):
@@ -66,15 +66,12 @@ class Outer(Paired):
             (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
-        elif is_turned(left, right):
-            rows = put(torch.bmm(right.mT, left).mT, target, factor)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
-        rows = rows.contiguous() if out is None else out
-        return rows if is_matrix or out is not None else rows.view(self.samples, *self.shape)
+        return out if out is not None else rows.contiguous().view(self.samples, *self.shape)
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]

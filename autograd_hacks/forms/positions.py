@@ -233,17 +233,12 @@ def gram_of_pairs(mine: Written, theirs: Written, max_bytes: int) -> Tensor | No
         exact = [norms_of_pairs([_wide(pair)], max_bytes)[1] for pair in (mine, theirs)]
         if not all(own is None or bool(own.all()) for own in exact):
             return None
-    return products_of_pairs(mine, theirs, max_bytes).to(dtype)
-
-
-def products_of_pairs(mine: Written, theirs: Written, max_bytes: int) -> Tensor:
-    """The same in the dtype for sums, also where positions cancel."""
     mine, theirs = _wide(mine), _wide(theirs)
     each, parts = 2 * mine[1].shape[1] * theirs[1].shape[:2].numel() * mine[1].element_size(), []
     for piece in slices_of(len(mine[1]), max_bytes // max(1, each)):
         lefts = all_products(mine[0][piece], theirs[0])
         parts.append((lefts * all_products(mine[1][piece], theirs[1])).sum((1, 3)))
-    return torch.cat(parts)
+    return torch.cat(parts).to(dtype)
 
 
 def is_written(pair: Pair) -> TypeGuard[Written]:

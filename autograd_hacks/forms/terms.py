@@ -9,7 +9,7 @@ from torch import Tensor
 from autograd_hacks.forms.base import BUDGET, Form
 from autograd_hacks.forms.composite import Composite, Concatenation, Scaled, gathered
 from autograd_hacks.forms.cost import cache_budget
-from autograd_hacks.forms.factored import norms_by_positions, takes_positions
+from autograd_hacks.forms.factored import norms_by_positions
 from autograd_hacks.forms.lookup import Lookup
 from autograd_hacks.forms.numerics import row_norms, slices_of
 from autograd_hacks.forms.outer import Outer, Zero
@@ -68,14 +68,6 @@ class Sum(Composite):
                 for piece in slices_of(self.samples, fits):
                     total[piece] += part[piece].dense(factor=factor)
         return total
-
-    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if isinstance(other, Scaled):
-            return other.gram(self, max_bytes).mH
-        are_pairs = all(leaf.pair is not None for form in (self, other) for leaf in form.leaves())
-        if are_pairs and not takes_positions(self, other):
-            return Form.gram(self, other, max_bytes)
-        return super().gram(other, max_bytes)
 
     norms = norms_by_positions
 
@@ -159,16 +151,6 @@ class Placed(Composite):
         if any(stop > start for (_, stop), (start, _) in pairwise(sorted(found))):
             return Sum([self, *others])
         return Placed({bounds: add(forms) for bounds, forms in found.items()}, self.shape)
-
-    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
-        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
-        leads_back = any(x.requires_grad for x in (w, *self.held))
-        for form, own in zip(self.parts, self._cut(total, w.ndim - 1)):
-            if leads_back:  # after a first in-place write torch may treat a view as a leaf
-                own.add_(form.weighted_sum(w, max_bytes))
-            else:
-                form.weighted_sum(w, max_bytes, own)
-        return total
 
     def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
         total = Zero(self.samples, self.shape, self.like).second_moment(w, about, max_bytes)

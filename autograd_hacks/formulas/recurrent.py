@@ -91,17 +91,16 @@ def _layers(
     """The layers' inputs, T N ·; the outputs of all but the last, computed again; and dropout's masks on these."""
     inputs, hidden, masks = [_padded(packed, data)], list[Tensor](), list[Tensor | None]()
     directions = len(states) // layer.num_layers
-    alone: nn.RNNBase = object.__new__(type(layer))  # one of its layers
+    sizes, order = (None, None) if packed is None else (packed.batch_sizes, packed.sorted_indices)
+    run = getattr(torch, layer.mode.lower())
     with call.running_again(), torch.no_grad():
         for depth in range(layer.num_layers - 1):
             names = [n for n in layer._flat_weights_names if n.removesuffix("_reverse").endswith(f"_l{depth}")]
-            vars(alone).update(vars(layer) | {"num_layers": 1, "dropout": 0.0, "batch_first": False})
-            alone._flat_weights, alone.input_size = [call.read(n) for n in names], data.shape[-1]
-            alone._flat_weights_names, alone._flat_weight_refs = [], []  # by which torch would look whether these are new
             start = [torch.stack(parts) for parts in zip(*states[depth * directions : (depth + 1) * directions])]
-            given = data if packed is None else packed._replace(data=data)
-            data = alone.forward(given, tuple(start) if len(start) > 1 else start[0])[0]
-            data = data if packed is None else data.data
+            start = start if order is None else [part[:, order] for part in start]
+            given = data, *(() if sizes is None else (sizes,)), start if len(start) > 1 else start[0]
+            settings = layer.bias, 1, 0.0, False, directions == 2, *([False] if sizes is None else [])
+            data = run(*given, [call.read(n) for n in names], *settings)[0]
             hidden.append(_padded(packed, data))
             # Packed, as in the forward pass, so that the random numbers fall on the same entries.
             mask = F.dropout(torch.ones_like(data), layer.dropout) if layer.dropout and call.training else None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autograd_hacks.errors import ON_VERBS
 from autograd_hacks.forms import Form
+from autograd_hacks.support.layout import differs, rounding_of
 
 
 def check_direction(v: Mapping[str, Tensor], like: Mapping[str, Tensor | Form], who: str = "dot") -> None:
@@ -32,15 +33,15 @@ def numbered(ids: Tensor, groups: int | None, samples: int) -> tuple[Tensor, int
         raise TypeError(f"group: ids are {kind_of(ids)}; expected a tensor of N integers: ids.long()." + ON_VERBS)
     if ids.shape != (samples,):
         raise ValueError(f"group: ids have shape {tuple(ids.shape)}; expected ({samples},), one for each sample." + ON_VERBS)
-    if groups is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
+    if groups is None:
+        names, numbers = ids.unique(return_inverse=True)
+        return numbers, len(names)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < groups:
         raise ValueError(
             f"group: ids go from {int(ids.min())} to {int(ids.max())}; expected [0, {groups}), because groups={groups}. "
             "Raise it." + ON_VERBS
         )
-    if groups is not None:
-        return ids, groups
-    names, numbers = ids.unique(return_inverse=True)
-    return numbers, len(names)
+    return ids, groups
 
 
 TRIED = 1024
@@ -66,7 +67,8 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
                 "of the same shape: lambda g: g.clamp(-1, 1). For the sum of norms take grads.norms().sum()." + ON_VERBS
             )
         apart = [x.flatten()[: len(number)] for x in beside if isinstance(x, Tensor) and x.numel() == len(some)]
-        if len(apart) < len(beside) or not all(_alike(x, found[at].detach()) for x in apart):
+        own = found[at].detach()
+        if len(apart) < len(beside) or any(x.dtype != own.dtype or differs(x, own, rounding_of(own)).any() for x in apart):
             raise ValueError(
                 f"reduce, at {name!r}: the function's value for a number changes with the other numbers in the tensor; "
                 "expected an elementwise one without random numbers. Divide by norms by scaled(1 / grads.norms())."
@@ -75,15 +77,6 @@ def elementwise(f: Callable[[Tensor], Tensor], name: str) -> Callable[[Tensor], 
         return found
 
     return checked
-
-
-def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether two results are equal up to the rounding of different vectorisation."""
-    if x.dtype != y.dtype or not (x.is_floating_point() or x.is_complex()):
-        return x.dtype == y.dtype and torch.equal(x, y)
-    finite, eps = y.abs()[y.isfinite()], torch.finfo(x.dtype).eps
-    atol = 16 * eps * float(finite.max()) if len(finite) else 0.0
-    return torch.allclose(x, y, rtol=eps**0.5, atol=atol, equal_nan=True)
 
 
 def chosen_samples(index: slice | Tensor, samples: int) -> Tensor:

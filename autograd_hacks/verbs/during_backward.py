@@ -16,6 +16,7 @@ from autograd_hacks.capture.records import Pass, Segment, disagreement
 from autograd_hacks.capture.wrappers import check_unsharded
 from autograd_hacks.errors import ON_DURING_BACKWARD, ON_PASSES, HigherOrderError, NothingRecorded, NotReduced
 from autograd_hacks.forms import Form, scale
+from autograd_hacks.forms.factored import takes_positions
 from autograd_hacks.forms.numerics import looks_free
 from autograd_hacks.probe.documents import TOKENS
 from autograd_hacks.reading.certificate import Certificate
@@ -28,7 +29,7 @@ from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
 from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
-from autograd_hacks.verbs.matrix import along_own, joint_norms, random_maps
+from autograd_hacks.verbs.matrix import joint_norms, random_maps
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
 
 PASS_BUDGET = 16 * 2**20
@@ -91,8 +92,7 @@ def during_backward(
     if isinstance(dot, Tensor):
         check_weights("dot", dot)
         among = dot.detach().nonzero()[:, 0]  # those that aren't zero; few, as they are meant
-        theirs = dot.detach()[among]
-        verbs["dot"] = lambda name, form: along_own(stream.checked(name, form, dot, "dot"), theirs, among, max_bytes)
+        verbs["dot"] = lambda name, form: stream.along(name, form, dot, among, max_bytes)
     elif dot is not None:
         check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device).conj().resolve_conj(), max_bytes)
@@ -227,6 +227,14 @@ class _Stream:
         parameter = self._parameters[name]
         write_rows(name, parameter, self.record.gathered.get(name, parameter), form, self.recorder.pool)
         self._unwritten.discard(name)
+
+    def along(self, name: str, form: Form, w: Tensor, among: Tensor, max_bytes: int) -> Tensor:
+        """⟨gₙ, Σₘ wₘ gₘ⟩, N.  among: the samples m"""
+        theirs = self.checked(name, form, w, "dot")[among.to(form.like.device)]
+        weights = w.detach()[among].to(form.like.device, form.sum_dtype)
+        if takes_positions(form, theirs):
+            return form.gram(theirs, max_bytes) @ weights
+        return form.dot(theirs.weighted_sum(weights, max_bytes).conj().resolve_conj(), max_bytes)
 
     def checked(self, name: str, form: Form, w: Tensor, what: str) -> Form:
         """The form.  Raises ValueError unless there is one weight for each of its samples."""

@@ -19,7 +19,6 @@ from autograd_hacks.forms import BUDGET, Dense, Form, Outer, RandomMap, SparseMa
 from autograd_hacks.forms.base import held_bytes, kinds_of, written_bytes
 from autograd_hacks.forms.composite import without_factor
 from autograd_hacks.forms.numerics import SMALL, accumulation_dtype, row_norms
-from autograd_hacks.forms.positions import is_written, products_of_pairs
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.reading.processes import Spread
 from autograd_hacks.support.contexts import outside_inference, without_autocast
@@ -92,32 +91,8 @@ def added(terms: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The sum over parameters, which may differ in dtype and device."""
     total: Tensor | None = None
     for part in terms:
-        if total is None:
-            total = part
-        elif total.requires_grad or part.requires_grad or total.dtype != part.dtype:
-            total = total + part.to(total.device)
-        else:
-            total += part.to(total.device)
+        total = part if total is None else total + part.to(total.device)
     return torch.zeros(shape, device="cpu") if total is None else total
-
-
-def along_own(form: Form, w: Tensor, some: Tensor, max_bytes: int) -> Tensor:
-    """⟨gₙ, Σₘ wₘ gₘ⟩, N, for some samples m of the same rows.  w: M weights    some: the numbers of the M samples"""
-    forms, factor = without_factor({"": form})
-    plain = forms[""]
-    w, some = w.to(form.like.device, form.sum_dtype), some.to(form.like.device)
-    if type(plain) is Dense and plain.like.dtype == plain.sum_dtype and not form.like.is_complex():  # in few calls
-        rows = plain.matrix()
-        return (rows @ (w @ rows[some])).mul_(factor**2)
-    pair = plain.pair
-    if pair is not None and is_written(pair) and isinstance(pair[0], Tensor) and not form.like.is_complex():
-        # Multiplications per position: S (O + I) with the S positions of these samples, O I with their weighted sum.  For
-        # twelve sizes with S (O + I) from 0.02 to 1 of O I, this took 0.02 to 0.93 of the time.  Relative to Σ ‖l‖‖r‖ it
-        # rounds as well as the weighted sum does.
-        left, right = pair
-        if len(some) * right.shape[1] * (left.shape[2] + right.shape[2]) <= form.shape.numel():
-            return products_of_pairs((left, right), (left[some], right[some]), max_bytes) @ (w * factor**2)
-    return form.dot(form[some].weighted_sum(w, max_bytes).conj().resolve_conj(), max_bytes)
 
 
 def random_maps(what: str, dim: int, seed: int, kind: str) -> Callable[[str, Form], AnyMap]:
@@ -274,13 +249,9 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         """Jᵀ w of this process's samples in the forms' accumulation dtype, or a wider one.  w: by row    narrow: in the
         forms' own dtype"""
         (forms, factor), found = without_factor(self), dict[str, Tensor]()
-        scaled: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
         def given(like: Tensor) -> Tensor:
-            if (own := scaled.get((like.device, like.dtype))) is None:
-                own = w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
-                scaled[like.device, like.dtype] = own
-            return own
+            return w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
 
         for group in small_alike(forms, max_bytes):
             factors = [*zip(*group.values())]

@@ -162,14 +162,13 @@ def write_rows(
 
     like: the parameter, or the whole of it    done: the rows, if they are written"""
     key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
-    in_place = form is not None and form.writes_in_place and done is None
-    if form is not None and in_place and form.samples * form.shape.numel() * like.itemsize >= memory.SMALL:
+    if form is not None and done is None and form.samples * form.shape.numel() * like.itemsize >= memory.SMALL:
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     else:
         attributes.pop("grad1", None)  # free the old rows before writing new ones
     rows = done if form is None or done is not None else form.dense(out)
-    if rows is not None and in_place and (rows._base is not None or not rows.is_contiguous()):
+    if rows is not None and done is None and (rows._base is not None or not rows.is_contiguous()):
         rows = rows.clone(memory_format=torch.contiguous_format)
     if parameter.requires_grad:
         attributes["grad1"] = rows if rows is None or rows.dtype == parameter.dtype else rows.to(parameter.dtype)

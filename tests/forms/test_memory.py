@@ -23,11 +23,9 @@ def factors(lead_back: bool = False) -> list[Tensor]:
     return [torch.randn(6, 3, size, dtype=torch.float64, requires_grad=lead_back) for size in (4, 5)]
 
 
-def test_pieces_share_memory_and_rows_that_a_form_owns_are_left_alone() -> None:
+def test_rows_that_a_form_owns_are_left_alone() -> None:
     own = torch.randn(6, 4, 5, dtype=torch.float64)
     before = own.clone()
-    places = {written.data_ptr() for *_, written in Outer(*factors())._written(8 * 2 * 3 * 20)}
-    assert len(places) == 1
     for form in (Dense(own), add([Dense(own), Outer(*factors())]), scale(Outer(*factors()), 3.0)):
         expected = form.dense().flatten(1)
         for max_bytes in (100, 700, 2000, 2**20):

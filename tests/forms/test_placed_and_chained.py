@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from autograd_hacks.forms import (
-    Bags,
     Chained,
     Convolution,
     Dense,
@@ -88,7 +87,6 @@ def test_magnitudes_go_inside() -> None:
 def test_convolutions_are_written_into_slices(groups: int) -> None:
     x, g = torch.randn(3, 4, 3).double(), torch.randn(3, 2, 1).double()  # so short that it goes by windows
     form = Convolution(x, g, torch.Size((2, 4 // groups, 3)), [1], [0], [1], groups)
-    assert form.writes_in_place
     memory = torch.full((3, 5, 4 // groups, 3), torch.nan).double()
     Placed({(1, 3): form}, memory.shape[1:]).dense(memory)
     assert_close(memory, embedded(1, form, 5))
@@ -131,10 +129,9 @@ def test_rows_are_memory_of_their_own() -> None:
         assert_close(values, before)
 
 
-def test_placed_bags_without_samples_can_be_differentiated() -> None:
-    none = torch.zeros(0, dtype=torch.long)
-    bags = Bags(torch.zeros(0, 1), torch.zeros(0), none, none, 1)
-    form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), bags])}, torch.Size((1, 1)))
+def test_placed_tables_without_samples_can_be_differentiated() -> None:
+    table = Lookup(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1, 1), 1)
+    form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), table])}, torch.Size((1, 1)))
     factor = torch.tensor(2.0, requires_grad=True)
     assert scale(form, factor).weighted_sum(torch.zeros(0)) == 0
 
