@@ -17,7 +17,7 @@ from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.guards import check_unseen
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.graph import Graph, Value
+from autograd_hacks.support.graph import Value, leaves_behind
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import version_of
@@ -89,8 +89,7 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
 
 def leaves_of(root: Tensor) -> list[Tensor]:
     """The leaves of a graph.  Asking for their gradients, instead of calling backward, leaves ``.grad`` unchanged."""
-    ends = [] if root.grad_fn is None else Graph([root.grad_fn]).leaves
-    return [end.variable for end in ends if end.variable.requires_grad]
+    return [x for x in leaves_behind([] if root.grad_fn is None else [root.grad_fn]) if x.requires_grad]
 
 
 def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:
