@@ -390,12 +390,6 @@ class Record:
         """The parameters that aren't left out, by name."""
         return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
 
-    def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This process's own tensors for parameters that layers see whole: its shards, if there are any."""
-        if not self.gathered:
-            return parameters
-        return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
-
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
         """A value that changes when .grad does (or a shard's .grad); None for a sparse .grad."""
         if (grad := self.cut.get(name, parameter).grad) is None:

@@ -91,7 +91,7 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
     if in_order is False and not reader.walk.mixes:  # a label may also speak of entries to which nothing comes
-        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, (), ZEROS)
+        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, ZEROS)
         in_order = None if fits(reader.trace, reader.walk, reader.given, hypothesis.samples) else False
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
