@@ -35,6 +35,11 @@ from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
 """How many readings of a graph are kept, for layers that became others: hooked again, or in another place."""
+NO_SAMPLES = (
+    f"{MIXING}, or may: nothing shows how many there are, since neither the model's arguments nor its outputs have an axis "
+    "for them. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
+    f"autograd_hacks.backward(losses). {A_BATCH}"
+)
 LEAKING = "documents mix"
 """The beginning of messages that say so."""
 
@@ -143,7 +148,7 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         if best.is_sure:
             break
     if best is None:
-        recorder.watch_hooks(None, within.samples or 2, ran.users_hooks)
+        within.refuse(ran.parameters, NO_SAMPLES)
         return
     found = best.found
     if found is None or within.documents is not None:
