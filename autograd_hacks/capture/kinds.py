@@ -186,7 +186,7 @@ class Kinds:
         path: of the called module    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
         tensors = tensors_in(args, kwargs)
-        if any(x.is_nested for x in tensors):
+        if [x for x in tensors if x.is_nested]:
             within.kind = Kind()
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
@@ -201,7 +201,7 @@ class Kinds:
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
         if not self._is_whole:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
-        if not self._is_whole or any(x.is_meta for x in tensors):  # without numbers, forwards can't be read
+        if not self._is_whole or [x for x in tensors if x.is_meta]:  # without numbers, forwards can't be read
             return None
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         axis = None if is_bag else axis  # entries are packed

@@ -150,7 +150,9 @@ class Ran:
         """Refuses gradient that comes through outputs from outside of the forward, as from a loss that reads them.
 
         slots: the outputs' numbers    why: the reason"""
-        nodes = nodes_behind([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends) if slots else {}
+        if not slots:
+            return
+        nodes = nodes_behind([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends)
         edges = [(node, n, at) for node in nodes if node not in self.ends for n, at in enumerate(node.next_functions)]
         for slot in slots:
             if self.outputs[slot].grad_fn is not None:
