@@ -19,6 +19,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.copies import Copy
+from autograd_hacks.support.internals import global_hooks
 from autograd_hacks.support.layout import Layout, Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, tensors_in
@@ -32,7 +33,7 @@ _TRAINING = attrgetter("training")
 Parts = Callable[..., Any]
 """The model's arguments for some samples alone, from their numbers and the arguments for all."""
 OWN = 2
-"""How many forward hooks of the library a model has that is a layer with a rule.  Others may mix samples."""
+"""How many forward hooks of the library's a layer with a rule has that is the model.  Others may mix samples."""
 MOST = 32
 """How many kinds of forwards a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
 
@@ -191,7 +192,8 @@ class Kinds:
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
-        reads, is_alone = self.probes or self.independent, rule_for(model) and len(model._forward_hooks) <= OWN
+        reads, hooks = self.probes or self.independent, [*model._forward_hooks, *global_hooks]
+        is_alone = rule_for(model) and len(hooks) <= OWN
         if (self.is_covered and not reads) or (is_alone and self.batch_dim == 0):
             return None
         by_name = self.batch_dim if isinstance(self.batch_dim, dict) else {}

@@ -51,7 +51,6 @@ class Ran:
     added: Mapping[Value, Any] = field(default_factory=dict)  # where samples are in what its own losses add up
     labels: Sequence[Sequence[Any]] = ()  # by node of its trace, of the gradients at the outputs, once that was read
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
-    hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
     takers: Sequence[int] = ()  # the numbers of the nodes that take a parameter
 
     @cached_property
@@ -143,8 +142,7 @@ class Ran:
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
             own = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
-            put_on(node, hook := AtNode(own, self.receiver))
-            self.hooks.append((node, hook))
+            put_on(node, AtNode(own, self.receiver))
 
     def watch(self, slots: Sequence[int], why: str) -> None:
         """Refuses gradient that comes through outputs from outside of the forward, as from a loss that reads them.
