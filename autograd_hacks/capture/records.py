@@ -247,8 +247,6 @@ class Record:
     said: set[Any] = field(default_factory=set)  # see `Pass`
     last: Within = field(default_factory=Within)  # the running forward, or the last one that was recorded
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
-    # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
-    outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that replaced a parameter
     documents: Documents | None = None  # the documents packed into the last forward's samples, if rows are per document
