@@ -130,7 +130,6 @@ class LayerCall(Use, Call):
             forms = self._by_rule(grads, None, len(labels))
             return {name: gathered(form, labels, self.samples or 0) for name, form in forms.items()}
         if rule.features is not None and layout is not None:
-            self._check_layout(layout, grads.first.shape)
             return self._by_rule(grads, layout if layout.axis or layout.fold else None, self.samples or 0)
         rows = self._rows(grads)
         forms = self._by_rule(grads, None, rows)
@@ -190,21 +189,9 @@ class LayerCall(Use, Call):
             f"{name!r}; expected {shape}: samples first, then the parameter's shape."
         )
 
-    def _check_layout(self, layout: Layout, shape: torch.Size) -> None:
-        """Raises if the output's shape doesn't fit the number and place of its samples."""
-        size = shape[layout.axis] if layout.axis < len(shape) else None
-        if size is None or (size % (self.samples or 1) if layout.fold else size != self.samples):
-            raise BatchSizeError(
-                f"{self.place}: the numbers of samples disagree. The model got {self.samples}, "
-                f"but this layer returned shape {tuple(shape)}; expected the samples as {layout}."
-            )
-
 
 def _edges(call: LayerCall) -> Mapping[str, Edge]:
-    leaves, calls = call.within.leaves, call.within.facts.calls
-    if calls is not None and calls[call.number] is None:  # its rows come from where its output meets the batch
-        return {}
-    wanted = call.known.wanted
+    leaves, wanted = call.within.leaves, call.known.wanted
     return {local: Edge(n, p, leaves[id(p)] if id(p) in leaves else node_of(p)) for local, p, n in wanted}
 
 

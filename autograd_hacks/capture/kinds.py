@@ -19,6 +19,7 @@ from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
 from autograd_hacks.support.copies import Copy
+from autograd_hacks.support.internals import global_hooks
 from autograd_hacks.support.layout import Layout, Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.trees import is_packed, tensors_in
@@ -31,6 +32,8 @@ NESTED = (
 _TRAINING = attrgetter("training")
 Parts = Callable[..., Any]
 """The model's arguments for some samples alone, from their numbers and the arguments for all."""
+OWN = 2
+"""How many forward hooks of the library's a layer with a rule has that is the model.  Others may mix samples."""
 MOST = 32
 """How many kinds of forwards a model has.  Dictionary keys and lengths of lists may make another kind of each forward."""
 
@@ -152,8 +155,8 @@ class Kinds:
         self.static = Kind(pending=False)  # for layers called by themselves, and if no graph is read
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
         self.memo = Memo()  # of the laws' walks
+        self._is_whole = not independent  # whether lazy layers have their parameters, which tapes and runs need
         self.mixing_sites: set[Any] = set()  # what no law shows, in forwards in which samples were seen to mix
-        self._is_whole = False  # whether lazy layers have their parameters
 
     def doubt(self) -> None:
         """Makes the next forward of each kind show that its samples are independent, if that is asked."""
@@ -184,13 +187,14 @@ class Kinds:
         path: of the called module    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
         tensors = tensors_in(args, kwargs)
-        if any(x.is_nested for x in tensors):
+        if [x for x in tensors if x.is_nested]:
             within.kind = Kind()
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
-        reads = self.probes or self.independent
-        if (self.is_covered and not reads) or (rule_for(model) and self.batch_dim == 0):
+        reads, hooks = self.probes or self.independent, [*model._forward_hooks, *global_hooks]
+        is_alone = rule_for(model) and len(hooks) <= OWN
+        if (self.is_covered and not reads) or (is_alone and self.batch_dim == 0):
             return None
         by_name = self.batch_dim if isinstance(self.batch_dim, dict) else {}
         own = inspect.signature(model.forward).parameters if by_name else {}
@@ -199,11 +203,9 @@ class Kinds:
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
         if not self._is_whole:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
-        # Without their parameters, without numbers, or with samples that have no axis, forwards can't be read.
-        is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
-        is_unread = is_bag and axis is not None and not self.independent
-        if not self._is_whole or is_unread or any(x.is_meta for x in tensors):
+        if not self._is_whole or [x for x in tensors if x.is_meta]:  # without numbers, forwards can't be read
             return None
+        is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         axis = None if is_bag else axis  # entries are packed
         samples = batch.samples(axis)
         is_empty = axis == 0 and 0 in [x.numel() for x in tensors]

@@ -75,7 +75,7 @@ def meet(backward: Backward, ran: Ran) -> None:
     if within.facts.calls is None or not (compared and is_usual):
         return
     trace = ran.trace
-    uses = [node for node, _ in ran.hooks]
+    uses = [*ran.uses]
     uses += [node for one in compress(ran.noted, within.facts.calls) for node, _ in one.hooks]  # whose rules give rows
     outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
     own = map(id, backward.record.own_among(compared))

@@ -19,7 +19,7 @@ from autograd_hacks.capture.kinds import Known, Within
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.uses import Edge, NodeUse, Planned
 from autograd_hacks.graph.trace import Trace
-from autograd_hacks.support.graph import Graph, Leaf, Value
+from autograd_hacks.support.graph import Leaf, Value, nodes_behind
 from autograd_hacks.support.internals import sequence_number, tree_leaves
 from autograd_hacks.support.layout import differs, rounding_of, samples_of_rows
 from autograd_hacks.support.parts import memory_of
@@ -51,7 +51,6 @@ class Ran:
     added: Mapping[Value, Any] = field(default_factory=dict)  # where samples are in what its own losses add up
     labels: Sequence[Sequence[Any]] = ()  # by node of its trace, of the gradients at the outputs, once that was read
     uses: dict[Node, Planned] = field(default_factory=dict)  # by the node that takes values of parameters
-    hooks: list[tuple[Node, AtNode]] = field(default_factory=list)  # at these nodes
     takers: Sequence[int] = ()  # the numbers of the nodes that take a parameter
 
     @cached_property
@@ -133,8 +132,8 @@ class Ran:
     @cached_property
     def inside(self) -> Sequence[Sequence[Node]]:
         """The nodes of each noted call, from its outputs to its inputs."""
-        graphs = [(Graph([node for node, _ in noted.hooks], noted.inputs), noted.inputs) for noted in self.noted]
-        return [[node for node in own.nodes if node not in ends and type(node) is not Leaf] for own, ends in graphs]
+        graphs = [(nodes_behind([node for node, _ in noted.hooks], noted.inputs), noted.inputs) for noted in self.noted]
+        return [[node for node in own if node not in ends and type(node) is not Leaf] for own, ends in graphs]
 
     def attach(self) -> None:
         """Sends the gradients at the uses' nodes to the receiver."""
@@ -143,19 +142,21 @@ class Ran:
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
             own = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
-            put_on(node, hook := AtNode(own, self.receiver))
-            self.hooks.append((node, hook))
+            put_on(node, AtNode(own, self.receiver))
 
     def watch(self, slots: Sequence[int], why: str) -> None:
         """Refuses gradient that comes through outputs from outside of the forward, as from a loss that reads them.
 
         slots: the outputs' numbers    why: the reason"""
-        takers = Graph([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends).takers if slots else {}
+        if not slots:
+            return
+        nodes = nodes_behind([x.grad_fn for x in self.outputs if x.grad_fn is not None], self.ends)
+        edges = [(node, n, at) for node in nodes if node not in self.ends for n, at in enumerate(node.next_functions)]
         for slot in slots:
             if self.outputs[slot].grad_fn is not None:
                 own, at = list[Tensor | None](), self.value(slot)
-                for taker in takers.get(at, ()):  # what the forward's own nodes bring comes from inside
-                    own_hook(taker.node.register_hook(lambda brought, _, own=own, n=taker.place: own.append(brought[n])))
+                for taker, place in [edge[:2] for edge in edges if edge[2] == at]:  # what these bring comes from inside
+                    own_hook(taker.register_hook(lambda brought, _, own=own, n=place: own.append(brought[n])))
                 own_hook(at.node.register_prehook(partial(_note_mixed, self.receiver, why, own, at.number)))
 
 

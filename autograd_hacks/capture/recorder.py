@@ -40,7 +40,6 @@ from autograd_hacks.support.trees import (
     parameters_of,
     tensors_in,
     tensors_of,
-    version_of,
     weakly,
 )
 
@@ -244,8 +243,6 @@ class Recorder:
         layouts = [at if isinstance(at, Layout) else None for at in places]
         marks: dict[Value, tuple[Any, int]] = {value: (at, samples or 0) for value, at in ran.added.items()}
         for n, (x, at, layout) in enumerate(zip(ran.outputs, places, layouts)):
-            if n < ran.count:
-                self.record.outputs[x] = layout, samples, version_of(x)
             count = x.shape[layout.axis] if samples is None and layout is not None else samples or 0
             is_known = layout.fits(x, count) if layout is not None else at is not None
             if x.grad_fn is not None and (is_known or n in within.mixed_outputs):

@@ -247,8 +247,6 @@ class Record:
     said: set[Any] = field(default_factory=set)  # see `Pass`
     last: Within = field(default_factory=Within)  # the running forward, or the last one that was recorded
     returned: list[tuple[torch.Size, Layout | None]] = field(default_factory=list)  # the last outputs' shapes and layouts
-    # The outputs that are alive: where their samples are, N, and how often they had been overwritten.
-    outputs: ByTensor[tuple[Layout | None, int | None, int]] = field(default_factory=ByTensor)
     names: ByTensor[str] = field(default_factory=ByTensor)  # the model's parameters: their first names in it
     others: ByTensor[str] = field(default_factory=ByTensor)  # tensors that replaced a parameter
     documents: Documents | None = None  # the documents packed into the last forward's samples, if rows are per document
@@ -389,12 +387,6 @@ class Record:
     def asked(self, named: dict[str, P]) -> dict[str, P]:
         """The parameters that aren't left out, by name."""
         return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
-
-    def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This process's own tensors for parameters that layers see whole: its shards, if there are any."""
-        if not self.gathered:
-            return parameters
-        return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
 
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
         """A value that changes when .grad does (or a shard's .grad); None for a sparse .grad."""

@@ -50,10 +50,9 @@ class OutputGrads:
         return next(grad for grad in self.at if grad is not None)
 
     def keep(self, forms: Any) -> None:
-        """Takes the forms of a node's values, by input number or by name, or an exception to raise when they are read.
-
-        A second part of the node's gradient adds to those of the first."""
-        self.kept = _sum(self.kept, forms)
+        """Takes the forms of a node's values, by input number or by name, or an exception to raise when they are read."""
+        twice = "a backward pass came to one node of the graph twice, within a pass of its own. Repeat the step without that"
+        self.kept = forms if self.kept is None else UnseenGradient(twice)
 
     @property
     def length(self) -> Tensor:
@@ -130,16 +129,6 @@ class Use:
             f"{self.place}: the loss reads something of it that the model does not return, so the samples of its rows are "
             "unknown. Return it from forward together with the other outputs."
         )
-
-
-def _sum(before: Any, forms: Any) -> Any:
-    if before is None or isinstance(forms, Exception):
-        return forms
-    if isinstance(before, Exception):
-        return before
-    if isinstance(before, Form):
-        return add([before, forms])
-    return before | {key: _sum(before.get(key), own) for key, own in forms.items()}
 
 
 def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:

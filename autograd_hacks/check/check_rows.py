@@ -26,7 +26,7 @@ from autograd_hacks.extending import check_kind, check_module, kind_of, some
 from autograd_hacks.support.contexts import autocast_dtype, without_autocast
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.display import percent
-from autograd_hacks.support.graph import CHECKPOINT, Graph
+from autograd_hacks.support.graph import CHECKPOINT, nodes_behind
 from autograd_hacks.support.parts import has_parts
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.trees import map_tensors
@@ -205,7 +205,7 @@ def _losses(copy: Copy, loss: Callable[..., Tensor], is_double: bool | None = No
             why = "complex numbers" if losses.is_complex() else "losses that depend on no trainable parameter"
             raise ValueError(f"check_rows: the loss returned {why}; expected N differentiable losses" + ON_CHECKING)
         # A reentrant checkpoint's graph doesn't lead to the parameters inside it, whose gradients would be zero.
-        if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in Graph([losses.grad_fn]).nodes):
+        if losses.grad_fn is not None and any(node.name() == CHECKPOINT for node in nodes_behind([losses.grad_fn])):
             raise UnsupportedLayer(f"check_rows {REENTRANT}" + ON_CHECKING)
         yield losses, list(_known_names(model).values())
 

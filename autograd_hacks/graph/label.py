@@ -276,14 +276,13 @@ def tidied(found: Entries, shape: Shape, samples: int) -> Owned:
     return found
 
 
-def scattered(order: Tensor, index: Tensor, size: int, dim: int = 0) -> Tensor | None:
-    """The sample of each entry of an axis of ``size``, of which ``index`` says where some went; None if samples meet in one.
+def scattered(order: Tensor, index: Tensor, size: int) -> Tensor | None:
+    """The sample of each of so many entries, of which ``index`` says where some went; None if samples meet in one.
 
-    order, index: the sample and the entry of each, of one shape
+    order, index: the sample and the entry of each
     """
-    sizes = [size if d == dim else s for d, s in enumerate(order.shape)]
-    found = torch.full(sizes, NOBODY, dtype=order.dtype, device=order.device).scatter_reduce_(dim, index, order, "amax")
-    return None if bool(((found.gather(dim, index) != order) & (order >= 0)).any()) else found
+    found = torch.full((size,), NOBODY, dtype=order.dtype, device=order.device).scatter_reduce_(0, index, order, "amax")
+    return None if bool(((found[index] != order) & (order >= 0)).any()) else found
 
 
 def narrowed(found: Tensor) -> Tensor:

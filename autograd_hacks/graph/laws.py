@@ -37,7 +37,7 @@ from autograd_hacks.graph.label import (
 from autograd_hacks.graph.moves import MOVES, Law
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import MASKS
-from autograd_hacks.support.graph import IDENTITIES, is_recomputed, kept_by, raw_names
+from autograd_hacks.support.graph import IDENTITIES, kept_by, raw_names
 from autograd_hacks.support.internals import SAVED
 
 
@@ -120,20 +120,6 @@ def kind_of(node: Any) -> Kind:
     return found
 
 
-class Deferred(Exception):
-    """A law needs a value that only a second forward of a checkpoint gives."""
-
-
-def saved(node: Any, name: str, may_recompute: bool) -> Any:
-    """What a node saved.  Raises Deferred.
-
-    may_recompute: whether a checkpoint may run its forward for it, as it does in a backward pass anyway
-    """
-    if not may_recompute and is_recomputed(node, name):
-        raise Deferred
-    return kept_by(node, name)
-
-
 class Answer(NamedTuple):
     """The answer of a law: what a node does to labels in one forward.
 
@@ -151,9 +137,9 @@ class Answer(NamedTuple):
 
 def law_of(
     kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, alone: Sequence[bool],
-    samples: int, may_recompute: bool = False,
+    samples: int,
 ) -> Answer:  # fmt: skip
-    """The labels of a node's inputs.  Raises Deferred.
+    """The labels of a node's inputs.
 
     labels: of its outputs, at least one of which isn't None
     outs, ins: the shapes of its outputs and inputs; None for an input without a graph
@@ -170,7 +156,7 @@ def law_of(
         if kind.entry.multiplies and None in ins:
             for label, own in zip(found, alone):
                 if type(label) is Several and not own:  # the other factor may be a permutation
-                    answer = asked(node, labels, samples, may_recompute)
+                    answer = asked(node, labels, samples)
                     ins_of = [b if type(a) is Several and not answer.why else a for a, b in zip(answer.ins, found)]
                     return answer._replace(ins=ins_of)
         return Answer(found)
@@ -178,19 +164,18 @@ def law_of(
     if is_use and (kind.law is None or kind.by_values):
         return Answer([None if own is None else SUM for own in ins])
     if kind.law is None:
-        return asked(node, labels, samples, may_recompute)
-    return _by_move(kind.law, kind, node, numbers, labels, outs, ins, samples, may_recompute)
+        return asked(node, labels, samples)
+    return _by_move(kind.law, kind, node, numbers, labels, outs, ins, samples)
 
 
 def _by_move(
-    law: Law, kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, samples: int,
-    may_recompute: bool,
-) -> Answer:  # fmt: skip
+    law: Law, kind: Kind, node: Any, numbers: Any, labels: Sequence[Label], outs: Shapes, ins: Shapes, samples: int
+) -> Answer:
     """The answer of a law that moves labels; the node is asked where that has none."""
     given, seen = kind.named(numbers), dict[str, Any]()
 
     def read(name: str, notes_values: bool = True) -> Any:
-        x = saved(node, name, may_recompute)
+        x = kept_by(node, name)
         seen[name] = x if notes_values else [own if own is None or own.dtype in MASKS else own.shape for own in x]
         return x
 
@@ -203,7 +188,7 @@ def _by_move(
             continue
         of_output = law(label, Sizes(o, outs, ins, is_shared), samples, **given)
         if of_output is None:
-            return asked(node, labels, samples, may_recompute)
+            return asked(node, labels, samples)
         for k, (more, shape) in enumerate(zip(of_output, ins)):
             if shape is not None:
                 joint[k] = joined(joint[k], more, shape, samples)
@@ -231,10 +216,8 @@ def _by_entry(
     return found
 
 
-def asked(node: Any, labels: Sequence[Label], samples: int, may_recompute: bool, keeps_zeros: bool = False) -> Answer:
-    """The labels of a node's inputs, by asking it.  Raises Deferred."""
-    if is_recomputed(node) and not may_recompute:
-        raise Deferred
+def asked(node: Any, labels: Sequence[Label], samples: int, keeps_zeros: bool = False) -> Answer:
+    """The labels of a node's inputs, by asking it."""
     try:
         return Answer(probed(node, labels, samples, keeps_zeros), was_asked=True)
     except CannotAsk as error:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
-from autograd_hacks.graph.laws import Answer, Deferred, asked, law_of
+from autograd_hacks.graph.laws import Answer, asked, law_of
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
@@ -81,10 +81,8 @@ class Walk:
     shown: by the number of such a node, what it showed in a later forward; None if that is another thing in each
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
-    deferred: nodes whose law needs what a checkpoint recomputes; labels behind them are unknown until then
     by_values: whether rules alone would say that samples mix
     of_parameters: whether each node's outputs are made of parameters and buffers alone
-    unknown: nodes behind the deferred ones
     read_as: what readers made of it, by what they read besides
     compared: by the same, the parameters whose rows agreed with gradients that were not zero, or can't be compared
     """
@@ -97,9 +95,7 @@ class Walk:
     asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
     shown: dict[int, Sequence[int] | None] = field(default_factory=dict)
     origins: dict[int, str] = field(default_factory=dict)
-    deferred: list[int] = field(default_factory=list)
     of_parameters: list[bool] = field(default_factory=list)
-    unknown: set[int] = field(default_factory=set)
     met_zero: bool = False
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
@@ -111,21 +107,19 @@ class Walk:
 
 
 def walked(
-    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, settled: Collection[int] = (),
-    modes: Sequence[str] = ("", ORDERS, ZEROS),
-) -> Walk:  # fmt: skip
+    trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory, modes: Sequence[str] = ("", ORDERS, ZEROS)
+) -> Walk:
     """Labels all gradients behind the roots, and finds the uses.
 
     Rules don't see what values hide, such as the branch that a ``where`` doesn't take.  So if samples seem to mix, the nodes
     with saved values are asked before it is said; and then also which entries get nothing, as behind a mask of blocks.
 
     roots: labels of the trace's roots, by their number
-    settled: deferred nodes that may be read now, since their checkpoints run again in this pass
     modes: what nodes are asked for, one after the other
     """
     walks = list[Walk]()
     for exact in modes if samples > 1 else modes[:1]:
-        walks.append(walk := _Walking(trace, samples, memory, settled, exact).run(roots))
+        walks.append(walk := _Walking(trace, samples, memory, exact).run(roots))
         if not walk.mixes:
             walk.by_values = bool(exact)
             return walk
@@ -142,24 +136,20 @@ class _Walking:
     known: answers of nodes so far, by all that laws by rule read
     """
 
-    def __init__(self, trace: Trace, samples: int, memory: Memory, settled: Collection[int], exact: str = "") -> None:
-        self.trace, self.samples, self.memory, self.settled, self.exact = trace, samples, memory, settled, exact
+    def __init__(self, trace: Trace, samples: int, memory: Memory, exact: str = "") -> None:
+        self.trace, self.samples, self.memory, self.exact = trace, samples, memory, exact
         self.walk = Walk([[None] * len(outs) for outs in trace.shapes])
         self.of_batch, self.lost, self.met = set[int](), list[Meeting](), dict[int, list[Meeting]]()
         self.known: dict[Hashable, Answer] = {}
 
     def run(self, roots: Mapping[int, Label]) -> Walk:
         trace, walk = self.trace, self.walk
-        if self.samples == 0:
-            return walk
         self.order = trace.order()
         self.of_parameters = walk.of_parameters = self._made_of_parameters()
         for number, label in roots.items():
             self._begin(number, label)
         for k in self.order:
-            if k in walk.unknown:
-                walk.unknown.update(edge[0] for edge in trace.edges[k] if edge is not None)
-            elif trace.kinds[k] is not LEAF and trace.kinds[k] is not END:
+            if trace.kinds[k] is not LEAF and trace.kinds[k] is not END:
                 self._pass(k)
         for j, met in self.met.items():
             if trace.kinds[j] is LEAF or self.samples == 1 or any(isinstance(label, Several) for label in walk.labels[j]):
@@ -215,12 +205,7 @@ class _Walking:
         asks = has_owners and (kind.has_operands or kind.law is not None) and bool(self.exact)
         if not (asks or Entries in there):
             like = kind, trace.numbers[k], tuple(outs), trace.shapes[k], tuple(ins), tuple(alone)
-        try:
-            answer = self.known.get(like) or self._answer(k, ins, alone, asks)
-        except Deferred:
-            walk.deferred.append(k)
-            walk.unknown.update(edge[0] for edge in ahead if edge is not None)
-            return
+        answer = self.known.get(like) or self._answer(k, ins, alone, asks)
         walk.read += [(k, name, _kept(x)) for name, x in (answer.read or {}).items()]
         if answer.was_asked:
             walk.asked.append((k, tuple(outs), tuple(answer.ins)))
@@ -236,17 +221,17 @@ class _Walking:
                 self._arrive(edge, Meeting(k, place, label, answer.why), ins[place] or (), has_owners)
 
     def _answer(self, k: int, ins: Sequence[Any], alone: Sequence[bool], asks: bool) -> Answer:
-        """What a node does to labels.  Raises Deferred.
+        """What a node does to labels.
 
         ins: the shapes of its inputs    alone: whether these are made of parameters alone"""
-        trace, samples, outs, may_recompute = self.trace, self.samples, self.walk.labels[k], k in self.settled
+        trace, samples, outs = self.trace, self.samples, self.walk.labels[k]
         node, ahead, shapes = trace.nodes[k], trace.edges[k], trace.shapes[k]
         if all(label is None or 0 in (shape or ()) for label, shape in zip(outs, shapes)):  # no gradient has an entry
             labels = [SUM if is_own else _of_nobody(sizes or (), samples) for is_own, sizes in zip(alone, ins)]
             return Answer([None if edge is None else label for edge, label in zip(ahead, labels)])
         if asks and not all(edge is None or is_own for edge, is_own in zip(ahead, alone)):
-            return asked(node, outs, samples, may_recompute, self.exact == ZEROS)
-        return law_of(trace.kinds[k], node, trace.numbers[k], outs, shapes, ins, alone, samples, may_recompute)
+            return asked(node, outs, samples, self.exact == ZEROS)
+        return law_of(trace.kinds[k], node, trace.numbers[k], outs, shapes, ins, alone, samples)
 
     def _arrive(self, value: tuple[int, int], at: Meeting, shape: Sequence[int], has_owners: bool) -> None:
         """Adds the label of a gradient that comes to a value from a node.  has_owners: whether the node's outputs do"""

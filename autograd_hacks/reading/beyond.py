@@ -29,7 +29,7 @@ from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import Entries, Label, Owned, Shape, viewed
 from autograd_hacks.reading.reader import Reader, agree, label_of
-from autograd_hacks.support.graph import Graph, Value, made, shape_of
+from autograd_hacks.support.graph import Value, leaves_behind, made, nodes_behind, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
 from autograd_hacks.support.layout import Layout, samples_of_rows
 from autograd_hacks.support.switch import Switch
@@ -48,7 +48,7 @@ def _ran_behind(
     """A computation outside of a model's forward.  ends: nodes at which it begins    forward: the number of that forward"""
     record, stops = recorder.record, frozenset(ends)
     roots = [*roots, *(x.grad_fn for x in outputs if x.grad_fn is not None)]
-    own = record.own_among((leaf.variable for leaf in Graph(roots, stops).leaves), record.others)
+    own = record.own_among(leaves_behind(roots, stops), record.others)
     parameters = record.asked({record.name_of(p): p for p in own})
     within = Within(forward, samples=samples)
     return Ran(within, recorder.backward, stops, modules=list(recorder.layers), trained=lambda: parameters, outputs=outputs)
@@ -131,7 +131,7 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     if not (recorder.kinds.independent or _misled(reader, behind)):
         return
     why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
-    heard = {hook.receiver for node in Graph(made_by).nodes for hook in on_node(node)}  # also what is behind these outputs
+    heard = {hook.receiver for node in nodes_behind(made_by) for hook in on_node(node)}  # also what is behind these outputs
     for node, receiver in product(made_by, heard):
         own_hook(node.register_prehook(partial(_refuse, receiver, why)))
 
@@ -182,7 +182,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
                 found.add(node)
                 taken.update((k, value.place) for value in hook.use.plan.values)
             elif hook.use is not None and hook.use.edges:
-                found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
+                found.update(nodes_behind([node], hook.inputs).keys() - hook.inputs)
     below = set[int]()
     for k in trace.order() if taken else ():
         takers = reader.takers.get(k, ())

@@ -35,6 +35,11 @@ from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
 """How many readings of a graph are kept, for layers that became others: hooked again, or in another place."""
+NO_SAMPLES = (
+    f"{MIXING}, or may: nothing shows how many there are, since neither the model's arguments nor its outputs have an axis "
+    "for them. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
+    f"autograd_hacks.backward(losses). {A_BATCH}"
+)
 LEAKING = "documents mix"
 """The beginning of messages that say so."""
 
@@ -91,7 +96,7 @@ def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
         return Chosen(hypothesis, reader, True)
     in_order = fits(reader.trace, reader.walk, reader.given, hypothesis.samples)
     if in_order is False and not reader.walk.mixes:  # a label may also speak of entries to which nothing comes
-        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, (), ZEROS)
+        reader.walk = reader.walked_again(reader.labels, hypothesis.samples, ZEROS)
         in_order = None if fits(reader.trace, reader.walk, reader.given, hypothesis.samples) else False
     is_loss_alone = bool(hypothesis.losses) and not any(isinstance(at, int) for at in hypothesis.places)
     if in_order is None and is_loss_alone and (reader.walk.by_values or _is_elsewhere(reader, hypothesis.axis or 0)):
@@ -143,7 +148,7 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         if best.is_sure:
             break
     if best is None:
-        recorder.watch_hooks(None, within.samples or 2, ran.users_hooks)
+        within.refuse(ran.parameters, NO_SAMPLES)
         return
     found = best.found
     if found is None or within.documents is not None:

@@ -203,8 +203,9 @@ def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
 
 def is_shown(use: Use) -> bool:
     """Whether samples were shown to be independent in a use's forward."""
-    is_model = isinstance(use, LayerCall) and not use.path  # a layer by itself mixes nothing that its rule doesn't know
-    return is_model or use.samples == 0 or use.within.kind.is_independent
+    # A layer by itself, whose graph isn't read, mixes nothing that its rule doesn't know.
+    is_alone = isinstance(use, LayerCall) and not use.path and use.within.facts.calls is None
+    return is_alone or use.samples == 0 or use.within.kind.is_independent
 
 
 def check_shown(use: Use) -> None:

@@ -80,8 +80,6 @@ class Reader:
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)
-        if self.walk.deferred:
-            self.walk = self.walked_again(labels, samples, self.walk.deferred)
         self.number, ran.trace = self.trace.number, self.trace
         self.given: dict[int, list[tuple[Tensor, int]]] = {}
         for x, at in batch:
@@ -103,11 +101,10 @@ class Reader:
         compared = {k for k in told if any(isinstance(label, Owned) for label in self.walk.labels[k])}
         return bool(there) and all(n in there or not compared.isdisjoint(own) for n, own in ahead.items())
 
-    def walked_again(self, labels: Mapping[int, Label], samples: int, settled: Sequence[int] = (), *modes: str) -> Walk:
-        """A walk that nothing keeps.  settled: nodes for whose values a checkpoint runs its forward again"""
+    def walked_again(self, labels: Mapping[int, Label], samples: int, *modes: str) -> Walk:
+        """A walk that nothing keeps."""
         with self._kept():
-            walk = walked(self.trace, labels, samples, self.memory, settled, *([modes] if modes else []))
-        return self.walked_again(labels, samples, [*settled, *walk.deferred], *modes) if walk.deferred else walk
+            return walked(self.trace, labels, samples, self.memory, *([modes] if modes else []))
 
     def _keys(self) -> tuple[Hashable, Hashable]:
         """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
@@ -271,9 +268,9 @@ class Reader:
             if isinstance(label, Owned) and tuple(made) != tuple(hook.shape):
                 label = viewed(label, made, hook.shape, samples)
             known[hook.slot] = label, hook.shape
-        labels = {slot: label for slot, (label, _) in known.items() if label is not None}
+        labels = {slot: label for slot, (label, _) in known.items() if isinstance(label, Owned)}
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
-        if any(isinstance(label, Several) for label in labels.values()) or (is_own and (samples == 1 or not labels)):
+        if any(isinstance(label, Several) for label, _ in known.values()) or (is_own and (samples == 1 or not labels)):
             return None
         rule = rule_for(layer)
         if not labels:
@@ -291,8 +288,6 @@ class Reader:
         is_row_by_row = call.slots == 1 and rule is not None and rule.count is None and not rule.recomputes
         for slot, label in labels.items():
             shape = known[slot][1]
-            if not isinstance(label, Owned):
-                continue
             if packed is not None and not slot:  # its rule knows the sample of each row
                 if not agree(label, label_of(samples_of_rows(packed), shape, samples), shape, samples):
                     return None

@@ -1,4 +1,4 @@
-"""Autograd's graph behind a forward's outputs: its nodes, and which nodes take each value."""
+"""Autograd's graph: its nodes, and what they save."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
@@ -56,38 +56,22 @@ class Value(NamedTuple):
     number: int  # the output's number at the node
 
 
-class Taker(NamedTuple):
-    """A use of a value."""
+def nodes_behind(roots: Iterable[Node], ends: Set[Node] = frozenset()) -> dict[Node, None]:
+    """Some nodes and all behind them, always in the same order.  ends: nodes at which to stop"""
+    found, waiting = dict[Node, None](), list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = None
+            if node not in ends:
+                waiting += [ahead for ahead, _ in node.next_functions if ahead is not None]
+    return found
 
-    node: Node
-    place: int  # the number of the node's input that is the value
 
-
-class Graph:
-    """All nodes behind some others.
-
-    roots: where to begin
-    ends: nodes at which to stop
-    """
-
-    def __init__(self, roots: Iterable[Node], ends: Set[Node] = frozenset()) -> None:
-        self.takers: dict[Value, list[Taker]] = {}
-        self.leaves: list[Any] = []
-        self.nodes: dict[Node, None] = {}  # the same graph always gives the same order
-        waiting = list(roots)
-        while waiting:
-            node = waiting.pop()
-            if node in self.nodes:
-                continue
-            self.nodes[node] = None
-            if type(node) is Leaf:
-                self.leaves.append(node)
-            if node in ends:
-                continue
-            for place, (ahead, number) in enumerate(node.next_functions):
-                if ahead is not None:
-                    self.takers.setdefault(Value(ahead, number), []).append(Taker(node, place))
-                    waiting.append(ahead)
+def leaves_behind(roots: Iterable[Node], ends: Set[Node] = frozenset()) -> list[Tensor]:
+    """The parameters and other leaves at which the graph behind some nodes ends."""
+    every: Any = nodes_behind(roots, ends)
+    return [node.variable for node in every if type(node) is Leaf]
 
 
 def shape_of(value: Value) -> torch.Size:

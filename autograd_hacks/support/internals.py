@@ -48,6 +48,8 @@ def made(node: Node) -> tuple[Any, ...]:
     return getattr(node, "_input_metadata", ())
 
 
+global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks  # that all modules call
+
 # Hooks on parameters.
 hooks_before: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 hooks_after: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")

@@ -18,13 +18,13 @@ from autograd_hacks.support.copies import is_known, places_of
 from autograd_hacks.support.graph import (
     CHECKPOINT,
     IDENTITIES,
-    Graph,
     Leaf,
     Value,
     dtype_of,
     is_packed,
     is_users,
     made,
+    nodes_behind,
     own_hook,
     put_back_by,
     shape_of,
@@ -52,8 +52,8 @@ def sweep(
     """
 
     def run() -> None:
-        graph = Graph([value.node for value in given], frozenset(ends))
-        left = Counter(value.node for value, takers in graph.takers.items() for _ in takers)  # the edges that lead to it
+        nodes = nodes_behind([value.node for value in given], frozenset(ends))
+        left = Counter(ahead for node in nodes if node not in ends for ahead, _ in node.next_functions)  # the edges to it
         brought: dict[Node, list[Grads]] = {}
         for value, grads in given.items():
             _add(brought, value, grads)

@@ -3,12 +3,13 @@
 import weakref
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from autograd_hacks.capture.arrivals import announced, returned_in
+from autograd_hacks.capture.arrivals import Returned, announced, returned_in
 from autograd_hacks.capture.hooks import recorder_of
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.records import Announcement
@@ -17,10 +18,9 @@ from autograd_hacks.reading.beyond import read_outside
 from autograd_hacks.reading.guards import check_unseen
 from autograd_hacks.support.contexts import outside_inference
 from autograd_hacks.support.display import progress
-from autograd_hacks.support.graph import Graph, Value
+from autograd_hacks.support.graph import Value, leaves_behind
 from autograd_hacks.support.layout import Layout
 from autograd_hacks.support.ranges import checked
-from autograd_hacks.support.trees import version_of
 from autograd_hacks.verbs.arguments import kind_of
 from autograd_hacks.verbs.grads import PerSampleGrads
 from autograd_hacks.verbs.matrix import Of
@@ -50,10 +50,12 @@ def per_sample_jacobian(model: nn.Module, output: Tensor, *, retain_graph: bool 
     record = recorder.record
     check_output(WHAT, output, ON_OUTPUTS)
     with outside_inference(), record.set_aside(), recorder.backward.aside():
-        layout, samples, version = record.outputs.get(output) or (None, None, None)
-        is_returned = version == version_of(output)  # and not overwritten since
+        made_by: Any = output.grad_fn  # another node, if the output was overwritten since
+        mark: Any = None if made_by is None else made_by.metadata.get(Returned, {}).get(output.output_nr)
+        is_returned = mark is not None and mark.recorder() is recorder
+        at, samples = (mark.at, mark.samples) if is_returned else (Layout(), None)
         with torch.enable_grad():
-            first = _samples_first(output, layout, samples) if is_returned else _samples_first(output, Layout(), None)
+            first = _samples_first(output, at if isinstance(at, Layout) else None, samples)
         # Inputs are leaves, too, because reentrant checkpoints reach nothing else.  Other models' parameters are left out,
         # so that those models' records stay as they are.
         parameters = set(record.as_seen(recorder.tree.parameters()).values())
@@ -89,8 +91,7 @@ def run_pass(what: str, root: Tensor, leaves: Sequence[Tensor], s: Tensor, retai
 
 def leaves_of(root: Tensor) -> list[Tensor]:
     """The leaves of a graph.  Asking for their gradients, instead of calling backward, leaves ``.grad`` unchanged."""
-    ends = [] if root.grad_fn is None else Graph([root.grad_fn]).leaves
-    return [end.variable for end in ends if end.variable.requires_grad]
+    return [x for x in leaves_behind([] if root.grad_fn is None else [root.grad_fn]) if x.requires_grad]
 
 
 def _samples_first(output: Tensor, layout: Layout | None, samples: int | None) -> Tensor:

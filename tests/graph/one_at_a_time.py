@@ -115,7 +115,7 @@ def judge(
     mixed = [k for k, own in enumerate(walk.labels) if any(isinstance(label, Several) for label in own)]
     unjudged = _behind(trace, [(k, place) for k in mixed for place in range(len(trace.edges[k]))])
     for k, kind in enumerate(trace.kinds):
-        if kind is LEAF or k in walk.unknown or k in of_parameters:
+        if kind is LEAF or k in of_parameters:
             continue
         for number, label in enumerate(walk.labels[k]):
             owners = passes.owners(k, number)

@@ -48,6 +48,24 @@ def test_samples_that_mix_are_refused_at_every_step(what: str, place: type[Betwe
         check_refused(model, (data(samples),), (data(samples),), independent=True)
 
 
+@pytest.mark.parametrize(("how", "checks"), [(torch.tanh, check_right), (lambda h: h - h.mean(0), check_refused)])
+@pytest.mark.parametrize("kind", ["a layer", "lazy layers", "bags"])
+def test_every_kind_of_model_is_read_from_its_first_step_on(kind: str, how: How, checks: Callable[..., None]) -> None:
+    lazy, given = nn.LazyLinear(2, dtype=torch.float64), (data(4),)
+    first: nn.Module = {"a layer": nn.Linear(3, 2).double(), "bags": nn.EmbeddingBag(9, 3).double()}.get(kind, lazy)
+    first.register_forward_hook(lambda *called: how(called[-1]))
+    model = Bare(lambda own, *args: own.last(own.first(*args)), first=first, last=nn.LazyLinear(3, dtype=torch.float64))
+    if kind == "bags":
+        given = torch.arange(9), torch.tensor([0, 2, 3, 7])
+    checks(first if kind == "a layer" else model, given, given)
+    if kind == "a layer" and checks is check_right:  # and now they mix without gradient
+        first.register_forward_hook(lambda *called: called[-1] - called[-1].mean(0).detach())
+        check_refused(first, given, given, independent=True)
+    if kind == "bags":  # only the outputs show how many there are
+        inside = Bare(lambda own, *args: own.model(*args).square().mean(), model=model)
+        check_refused(inside, given, given, match="how many")
+
+
 @pytest.mark.parametrize("samples", SIZES)
 def test_mixup_by_a_random_permutation(samples: int) -> None:
     def mixup(x: Tensor) -> Tensor:
