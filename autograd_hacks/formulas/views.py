@@ -264,7 +264,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "CatBackward0": _joined,
     "ExpandBackward0": lambda b: partial(_summed, shape=b.shape),
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
-    "NegBackward0": lambda b: partial(scale, factor=-1.0),
+    "NegBackward0": lambda b: lambda form: Dense(-form.values) if isinstance(form, Dense) else scale(form, -1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),

@@ -4,7 +4,7 @@ Registered rules are checked with random weights, too: their rows must add up to
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -21,10 +21,9 @@ from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
 from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
-from autograd_hacks.forms.directions import PAIRS, directions
+from autograd_hacks.forms.directions import PAIRS, Directions, directions
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.formulas.table import is_given
-from autograd_hacks.formulas.views import STEPS
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products, without_autocast
 from autograd_hacks.support.graph import Value, made
 from autograd_hacks.support.parts import undivided
@@ -88,8 +87,7 @@ class Certificate:
             note_compared(known, told)
             return
         at = directions(known, recorded.task % 4, form.shape, form.like.dtype, sums[0].device)
-        terms = [_as_used(use, own).terms(*at) for use, _, own in told]
-        own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
+        own, terms = _terms([_as_used(use, own) for use, _, own in told], at)
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
         is_new = any(use.within.is_new(known) for use, _, _ in told)
@@ -97,12 +95,12 @@ class Certificate:
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
-        dtypes = ((use.precision, grads.first.dtype, form.like.dtype, like.dtype) for use, grads, form in told)
+        dtypes = {(use.precision, grads.first.dtype, form.like.dtype, like.dtype) for use, grads, form in told}
         unit = max(torch.finfo(dtype).eps for own in dtypes for dtype in own if dtype is not None)
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
             ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.plan.values]
-            is_stepwise = all(turn.before.kind in STEPS for way in ways if way is not None for turn in way.turns)
+            is_stepwise = all(way is None or way.is_stepwise for way in ways)
             least = max(0.0 if is_stepwise else FINEST, rounded_by([use for use, _, _ in told], like))
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
@@ -163,6 +161,15 @@ class Certificate:
         return apart <= unit * float(terms.sum(1).abs().max())
 
 
+def _terms(forms: Sequence[Form], at: Directions) -> tuple[Tensor, Sequence[Tensor]]:
+    """The terms of all forms together, and those of each."""
+    if len(forms) > 1 and all(type(form) is Dense for form in forms):
+        own = Dense(torch.cat([form.held[0] for form in forms])).terms(*at)
+        return own, own.split([form.samples for form in forms], 1)
+    terms = [form.terms(*at) for form in forms]
+    return terms[0] if len(terms) == 1 else torch.cat(terms, 1), terms
+
+
 def note_compared(known: str, told: Sequence[Told]) -> None:
     """Notes that from now on it is enough if a parameter's gradient arrives as the uses have made it."""
     for use, _, _ in told:
@@ -217,7 +224,11 @@ def _products_of(use: Use) -> str:
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
-    node = use.plan.node if isinstance(use, NodeUse) else ""
+    return _products_at(use.plan.node if isinstance(use, NodeUse) else "")
+
+
+@cache
+def _products_at(node: str) -> str:
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 

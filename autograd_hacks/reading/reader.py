@@ -6,7 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -22,7 +22,7 @@ from autograd_hacks.capture.kinds import Facts, Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
-from autograd_hacks.capture.ways import way_of
+from autograd_hacks.capture.ways import Way, way_of
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -90,6 +90,7 @@ class Reader:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
         self.taken = list[Taken | None]()  # by call, see `taken_by`
+        self._ways = dict[tuple[Value, tuple[str, ...]], Way]()  # by value and its parameters
         self.key, self.calls = self._keys()
 
     def compares_with(self, usual: Layout) -> bool:
@@ -326,10 +327,12 @@ class Reader:
         rows = rows_of(label, shapes[n], samples)
         return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
-    def below(self, k: int) -> set[str]:
-        """The parameters on which a node's outputs depend."""
-        nodes, leaves = self.trace.nodes, self.ran.leaves
-        return {leaves[nodes[j]] for j in self.trace.behind([k]) if nodes[j] in leaves}
+    @cached_property
+    def below(self) -> Callable[[int], frozenset[str]]:
+        """Returns the parameters on which a node's outputs depend, by its number."""
+        trace, leaves = self.trace, self.ran.leaves
+        names = {k: leaves[trace.nodes[k]] for k in trace.leaves if trace.nodes[k] in leaves}
+        return cache(lambda k: frozenset([names[j] for j in trace.behind([k]) if j in names]))
 
     def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
         """What follows from the graph about the use at a node.  values, whose: see `Read`"""
@@ -337,8 +340,9 @@ class Reader:
         for j, number, place in values:
             by_rule = {names[nodes[n]] for n in found.by_rule.get((k, place), ())}
             own, value = tuple(sorted(self.below(j) - by_rule)), Value(nodes[j], number)
-            way = None if type(nodes[j]) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in own})
-            uses.append(ValueUse(place, shape_of(value), own, way))
+            if (value, own) not in self._ways and type(nodes[j]) is not Leaf:
+                self._ways[value, own] = way_of(value, {self.ran.leaf_of[name]: name for name in own})
+            uses.append(ValueUse(place, shape_of(value), own, self._ways.get((value, own))))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
 
