@@ -178,6 +178,13 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
+def _chosen(b: Before) -> Step:
+    """Entries of one of two values, where a mask says so."""
+    mask, shape = b.kept("condition"), b.shape
+    own = ~mask if b.place else mask.clone()
+    return lambda form: _summed(Dense(torch.where(own, rows_of(form), 0)), shape)
+
+
 def _is_inside(kept: Kept) -> Tensor:
     x, low, high = (kept(name) for name in ("self", "min", "max"))
     found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
@@ -272,6 +279,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
     "ReluBackward0": partial(_slope, of=lambda k: k("result") > 0),
     "SoftplusBackward0": partial(_slope, of=_softplus),
+    "WhereBackward0": _chosen,
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,
