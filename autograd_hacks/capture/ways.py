@@ -105,12 +105,11 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
-    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
-    most = max(turn.before.shape.numel() for turn in turns)
+    kinds, most = {turn.before.kind for turn in turns}, max(turn.before.shape.numel() for turn in turns)
+    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and kinds <= VIEWS.keys()
     moving = VIEWS.keys() - {"ToCopyBackward0"}
     computing = tuple([k for k, x in enumerate(order) if x not in leaves and x.name() not in moving])
-    is_stepwise = all(turn.before.kind in STEPS for turn in turns)
-    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, is_stepwise, most)
+    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, kinds <= STEPS.keys(), most)
 
 
 def _multiplied(factor: Tensor, form: Form) -> Form:

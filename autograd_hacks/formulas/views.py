@@ -81,7 +81,8 @@ def _summed(form: Form, shape: torch.Size) -> Form:
 def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
     """The rows times a tensor that can be broadcast to them."""
     if form.shape != shape or isinstance(form, Dense):
-        return _summed(Dense(rows_of(form) * factor), shape)
+        own = rows_of(form).where(factor, 0) if factor.dtype == torch.bool else rows_of(form) * factor
+        return _summed(Dense(own), shape)
     return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
 
 
@@ -178,13 +179,6 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
-def _chosen(b: Before) -> Step:
-    """Entries of one of two values, where a mask says so."""
-    mask, shape = b.kept("condition"), b.shape
-    own = ~mask if b.place else mask.clone()
-    return lambda form: _summed(Dense(torch.where(own, rows_of(form), 0)), shape)
-
-
 def _is_inside(kept: Kept) -> Tensor:
     x, low, high = (kept(name) for name in ("self", "min", "max"))
     found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
@@ -279,7 +273,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
     "ReluBackward0": partial(_slope, of=lambda k: k("result") > 0),
     "SoftplusBackward0": partial(_slope, of=_softplus),
-    "WhereBackward0": _chosen,
+    "WhereBackward0": lambda b: _slope(b, lambda k: ~k("condition") if b.place else k("condition").clone()),
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,

@@ -267,7 +267,7 @@ class _Walking:
 
     def _tell_uses_from_mixes(self) -> None:
         """Tells uses of values that no sample owns from places where samples mix."""
-        trace, walk, of_batch = self.trace, self.walk, self.of_batch
+        trace, walk, of_batch, behind = self.trace, self.walk, self.of_batch, list[int]()
         for k in reversed(self.order):
             if self.of_parameters[k] or k in of_batch:
                 continue
@@ -277,8 +277,7 @@ class _Walking:
                 is_reached and self._origin(k) == BATCH
             ):  # fmt: skip
                 of_batch.add(k)
-        behind, asked = list[int](), {k for k, *_ in walk.asked}
-        tables = trace.tables(self.of_parameters) if asked else ()
+        asked, tables = {k for k, *_ in walk.asked}, trace.tables(self.of_parameters) if walk.asked else ()
         for at in self.lost:
             edge = trace.edges[at.node][at.place]
             assert edge is not None

@@ -4,7 +4,7 @@ Registered rules are checked with random weights, too: their rows must add up to
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
-from autograd_hacks.forms.directions import PAIRS, Directions, directions
+from autograd_hacks.forms import Chained, Concatenation, Convolution, Dense, Form, magnitudes
+from autograd_hacks.forms.directions import PAIRS, directions
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.formulas.table import is_given
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products, without_autocast
@@ -87,11 +87,16 @@ class Certificate:
             note_compared(known, told)
             return
         at = directions(known, recorded.task % 4, form.shape, form.like.dtype, sums[0].device)
-        own, terms = _terms([_as_used(use, own) for use, _, own in told], at)
+        forms = [_as_used(use, own) for use, _, own in told]
+        are_dense = len(forms) > 1 and all(type(own) is Dense for own in forms)
+        terms = [own.terms(*at) for own in ([Concatenation.of(forms)] if are_dense else forms)]
+        own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
+        parts = own.split([each.samples for each in forms], 1) if are_dense else terms
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        is_new = any(use.within.is_new(known) for use, _, _ in told)
-        self._found.setdefault(key, []).append((_Compared(name, known, unit, told, terms, is_new), own, total, at[1]))
+        self._found.setdefault(key, []).append((
+            _Compared(name, known, unit, told, parts, any(use.within.is_new(known) for use, _, _ in told)), own, total, at[1]
+        ))  # fmt: skip
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
@@ -99,9 +104,9 @@ class Certificate:
         unit = max(torch.finfo(dtype).eps for own in dtypes for dtype in own if dtype is not None)
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
-            ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.plan.values]
-            is_stepwise = all(way is None or way.is_stepwise for way in ways)
-            least = max(0.0 if is_stepwise else FINEST, rounded_by([use for use, _, _ in told], like))
+            uses = [use for use, _, _ in told]
+            ways = (value.way for use in uses if isinstance(use, NodeUse) for value in use.plan.values)
+            least = max(0.0 if all(way is None or way.is_stepwise for way in ways) else FINEST, rounded_by(uses, like))
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
         if any(isinstance(leaf, Dense) for leaf in leaves):
@@ -161,15 +166,6 @@ class Certificate:
         return apart <= unit * float(terms.sum(1).abs().max())
 
 
-def _terms(forms: Sequence[Form], at: Directions) -> tuple[Tensor, Sequence[Tensor]]:
-    """The terms of all forms together, and those of each."""
-    if len(forms) > 1 and all(type(form) is Dense for form in forms):
-        own = Dense(torch.cat([form.held[0] for form in forms])).terms(*at)
-        return own, own.split([form.samples for form in forms], 1)
-    terms = [form.terms(*at) for form in forms]
-    return terms[0] if len(terms) == 1 else torch.cat(terms, 1), terms
-
-
 def note_compared(known: str, told: Sequence[Told]) -> None:
     """Notes that from now on it is enough if a parameter's gradient arrives as the uses have made it."""
     for use, _, _ in told:
@@ -224,11 +220,7 @@ def _products_of(use: Use) -> str:
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
-    return _products_at(use.plan.node if isinstance(use, NodeUse) else "")
-
-
-@cache
-def _products_at(node: str) -> str:
+    node = use.plan.node if isinstance(use, NodeUse) else ""
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 

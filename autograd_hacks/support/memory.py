@@ -59,9 +59,8 @@ def _is_free(box: list[Tensor], size: int, like: Tensor) -> bool:
     if _holders(box) != _FREE:
         return False
     old = box[0]
-    is_as_large = size <= old.untyped_storage().nbytes() <= 2 * size
-    fits = is_as_large and old.dtype == like.dtype and old.device == like.device
-    return fits and old.is_cpu and old.is_contiguous() and not (old.requires_grad or old.is_inference())
+    is_like = old.dtype == like.dtype and old.device == like.device and not (old.requires_grad or old.is_inference())
+    return is_like and old.is_cpu and old.is_contiguous() and size <= old.untyped_storage().nbytes() <= 2 * size
 
 
 def _holders(box: list[Tensor]) -> tuple[int, ...]:
