@@ -111,6 +111,7 @@ class Within:
     unknown: Unknown = field(default_factory=Unknown)
     untold: str = ""  # why an output's entries can't be assigned to documents
     mixes_at: str = ""  # the name of a node at which samples mix, whether or not parameters are behind it
+    ways: dict[int, Any] = field(default_factory=dict)  # back from values to their parameters, by `Way` (id), since a pass
     compared: set[str] | None = None  # the parameters whose rows need not be compared with gradients; None for all
     unsure: frozenset[str] = frozenset()  # those whose rows are compared in each step, since they may be of other values
 

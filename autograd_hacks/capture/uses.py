@@ -175,7 +175,6 @@ class NodeUse(Use):
     """
 
     plan: Planned
-    ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
     def place(self) -> str:
@@ -208,10 +207,10 @@ class NodeUse(Use):
 
     def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
         """The way back from a value, made when a pass first arrives; None if some node has no step.  nodes: those between"""
-        found = self.ways.get(value.place)
+        found = self.within.ways.get(id(way))
         if found is None or (torch.is_grad_enabled() and not found.is_live):
             found = way.bound(nodes, self._kept)
-            self.ways |= {} if found is None else {value.place: found}
+            self.within.ways |= {} if found is None else {id(way): found}
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:
@@ -289,7 +288,7 @@ class NodeUse(Use):
             if names := [name for name in value.names if name in grads.reached]:
                 kept = grads.kept[value.place]
                 if value.way is not None and isinstance(kept, Form):
-                    kept = self.ways[value.place].rows(kept, {name: self.edges[name].parameter for name in names})
+                    kept = self.within.ways[id(value.way)].rows(kept, {name: self.edges[name].parameter for name in names})
                 for name in names:
                     own = kept if isinstance(kept, Form) else kept[name]
                     found[name] = add([found[name], own]) if name in found else own

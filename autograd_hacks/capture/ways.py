@@ -49,6 +49,7 @@ class Way(NamedTuple):
     output: int  # the value's number at its node
     ends: dict[str, int]  # the numbers of the parameters' leaves, by the parameters' names
     is_straight: bool  # whether there are views of one parameter alone
+    is_stepwise: bool  # whether each kind of node on the way has a step
     most: int  # how many numbers the largest value on the way has, or the largest parameter
 
     def nodes(self, node: Node) -> list[Any]:
@@ -63,7 +64,7 @@ class Way(NamedTuple):
 
         kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
-        others = dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
+        others = () if self.is_stepwise else dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
         factors = outside_passes(lambda: {k: factor_of(nodes[k]) for k in others}) if others else {}
         for turn, step in zip(self.turns, self.steps):
             if (factor := factors.get(turn.node)) is not None:
@@ -104,11 +105,11 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
-    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and all(turn.before.kind in VIEWS for turn in turns)
-    most = max(turn.before.shape.numel() for turn in turns)
+    kinds, most = {turn.before.kind for turn in turns}, max(turn.before.shape.numel() for turn in turns)
+    is_straight = len(turns) == len(order) - 1 and len(ends) == 1 and kinds <= VIEWS.keys()
     moving = VIEWS.keys() - {"ToCopyBackward0"}
     computing = tuple([k for k, x in enumerate(order) if x not in leaves and x.name() not in moving])
-    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, most)
+    return Way(tuple(turns), tuple(steps), computing, value.number, ends, is_straight, kinds <= STEPS.keys(), most)
 
 
 def _multiplied(factor: Tensor, form: Form) -> Form:

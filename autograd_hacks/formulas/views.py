@@ -81,7 +81,8 @@ def _summed(form: Form, shape: torch.Size) -> Form:
 def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
     """The rows times a tensor that can be broadcast to them."""
     if form.shape != shape or isinstance(form, Dense):
-        return _summed(Dense(rows_of(form) * factor), shape)
+        own = rows_of(form).where(factor, 0) if factor.dtype == torch.bool else rows_of(form) * factor
+        return _summed(Dense(own), shape)
     return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
 
 
@@ -264,7 +265,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "CatBackward0": _joined,
     "ExpandBackward0": lambda b: partial(_summed, shape=b.shape),
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
-    "NegBackward0": lambda b: partial(scale, factor=-1.0),
+    "NegBackward0": lambda b: lambda form: Dense(-form.values) if isinstance(form, Dense) else scale(form, -1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
@@ -272,6 +273,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "AddmmBackward0": partial(_matrices, names=("mat1", "mat2"), first=1),
     "ReluBackward0": partial(_slope, of=lambda k: k("result") > 0),
     "SoftplusBackward0": partial(_slope, of=_softplus),
+    "WhereBackward0": lambda b: _slope(b, lambda k: ~k("condition") if b.place else k("condition").clone()),
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,

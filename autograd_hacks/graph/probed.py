@@ -109,7 +109,7 @@ def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: i
         # Where nothing arrives today, an order is claimed only if it is an output's own.
         is_own = any(tuple(like.shape) == first.shape and label == own for like, own in given)
         arrives = first.any() if is_own else ((first != 0) | (at < 0)).all()
-        if bool(((first != 0) & (at < 0)).any()):  # nobody's factor may be a sample's, too
+        if isinstance(label, Entries) and bool(((first != 0) & (at < 0)).any()):  # nobody's factor may be a sample's, too
             return False
         if not (arrives and all(x is not None and torch.equal(x, first * own[at]) for x, own in zip(more, factors[1:]))):
             return False

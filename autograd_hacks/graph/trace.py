@@ -131,7 +131,8 @@ class Trace:
             waiting += ahead
         return seen
 
-    def order(self) -> list[int]:
+    @cached_property
+    def order(self) -> Sequence[int]:
         """Nodes, each before those that made its inputs."""
         waiting = [0] * len(self.nodes)
         for ahead in self.edges:
@@ -152,7 +153,7 @@ class Trace:
 
         own: whether it is made of parameters alone"""
         found = list(own)
-        for k in reversed(self.order()):
+        for k in reversed(self.order):
             kind, edges, outs = self.kinds[k], self.edges[k], self.shapes[k]
             ins = [self.shapes[edge[0]][edge[1]] for edge in edges if edge is not None and found[edge[0]]]
             # What is larger has been expanded: the samples may lie there.  And what indices choose may be anybody's.

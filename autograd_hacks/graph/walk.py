@@ -144,7 +144,7 @@ class _Walking:
 
     def run(self, roots: Mapping[int, Label]) -> Walk:
         trace, walk = self.trace, self.walk
-        self.order = trace.order()
+        self.order = trace.order
         self.of_parameters = walk.of_parameters = self._made_of_parameters()
         for number, label in roots.items():
             self._begin(number, label)
@@ -252,17 +252,17 @@ class _Walking:
 
     def _tell_uses_from_mixes(self) -> None:
         """Tells uses of values that no sample owns from places where samples mix."""
-        trace, walk, of_batch = self.trace, self.walk, self.of_batch
+        trace, walk, of_batch, behind = self.trace, self.walk, self.of_batch, list[int]()
         for k in reversed(self.order):
-            kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
-            if self.of_parameters[k]:
+            if self.of_parameters[k] or k in of_batch:
                 continue
+            kind, ahead = trace.kinds[k], [edge for edge in trace.edges[k] if edge is not None]
             is_reached = any(label is not None for label in walk.labels[k])
             if kind is LEAF or kind is END or any(j in of_batch for j, _ in ahead) or (
-                k not in of_batch and is_reached and self._origin(k) == BATCH
+                is_reached and self._origin(k) == BATCH
             ):  # fmt: skip
                 of_batch.add(k)
-        behind, asked, tables = list[int](), {k for k, *_ in walk.asked}, trace.tables(self.of_parameters)
+        asked, tables = {k for k, *_ in walk.asked}, trace.tables(self.of_parameters) if walk.asked else ()
         for at in self.lost:
             edge = trace.edges[at.node][at.place]
             assert edge is not None

@@ -184,7 +184,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
             elif hook.use is not None and hook.use.edges:
                 found.update(nodes_behind([node], hook.inputs).keys() - hook.inputs)
     below = set[int]()
-    for k in trace.order() if taken else ():
+    for k in trace.order if taken else ():
         takers = reader.takers.get(k, ())
         if takers and all(other in below or (other, place) in taken for other, place, _ in takers):
             below.add(k)
@@ -250,7 +250,7 @@ def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Valu
 def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
     """Whether nodes that save values take what comes from the uses."""
     trace, above = reader.trace, set(uses)
-    for k in reversed(trace.order()):
+    for k in reversed(trace.order):
         if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
             if trace.kinds[k].has_operands:
                 return True

@@ -20,11 +20,10 @@ from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.records import Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
 from autograd_hacks.errors import HigherOrderError, UnseenGradient
-from autograd_hacks.forms import Chained, Convolution, Dense, Form, magnitudes
+from autograd_hacks.forms import Chained, Concatenation, Convolution, Dense, Form, magnitudes
 from autograd_hacks.forms.directions import PAIRS, directions
 from autograd_hacks.forms.factored import Factored
 from autograd_hacks.formulas.table import is_given
-from autograd_hacks.formulas.views import STEPS
 from autograd_hacks.support.contexts import CONV, MATMUL, RNN, unit_of_products, without_autocast
 from autograd_hacks.support.graph import Value, made
 from autograd_hacks.support.parts import undivided
@@ -88,22 +87,26 @@ class Certificate:
             note_compared(known, told)
             return
         at = directions(known, recorded.task % 4, form.shape, form.like.dtype, sums[0].device)
-        terms = [_as_used(use, own).terms(*at) for use, _, own in told]
+        forms = [_as_used(use, own) for use, _, own in told]
+        are_dense = len(forms) > 1 and all(type(own) is Dense for own in forms)
+        terms = [own.terms(*at) for own in ([Concatenation.of(forms)] if are_dense else forms)]
         own = terms[0] if len(terms) == 1 else torch.cat(terms, 1)
+        parts = own.split([each.samples for each in forms], 1) if are_dense else terms
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
         key = own.shape, total.shape, own.dtype, total.dtype, own.device
-        is_new = any(use.within.is_new(known) for use, _, _ in told)
-        self._found.setdefault(key, []).append((_Compared(name, known, unit, told, terms, is_new), own, total, at[1]))
+        self._found.setdefault(key, []).append((
+            _Compared(name, known, unit, told, parts, any(use.within.is_new(known) for use, _, _ in told)), own, total, at[1]
+        ))  # fmt: skip
 
     def _unit_of(self, told: Sequence[Told], like: Tensor) -> float | None:
         """How far sums may differ, relative to the root of the sum of the terms' squares; None if nothing is known."""
-        dtypes = ((use.precision, grads.first.dtype, form.like.dtype, like.dtype) for use, grads, form in told)
+        dtypes = {(use.precision, grads.first.dtype, form.like.dtype, like.dtype) for use, grads, form in told}
         unit = max(torch.finfo(dtype).eps for own in dtypes for dtype in own if dtype is not None)
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
-            ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.plan.values]
-            is_stepwise = all(turn.before.kind in STEPS for way in ways if way is not None for turn in way.turns)
-            least = max(0.0 if is_stepwise else FINEST, rounded_by([use for use, _, _ in told], like))
+            uses = [use for use, _, _ in told]
+            ways = (value.way for use in uses if isinstance(use, NodeUse) for value in use.plan.values)
+            least = max(0.0 if all(way is None or way.is_stepwise for way in ways) else FINEST, rounded_by(uses, like))
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
         if any(isinstance(leaf, Dense) for leaf in leaves):

@@ -6,7 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -47,9 +47,9 @@ class Read(Facts):
     # By node, the values that it takes there, as (node, output, input), and whose its outputs are.
     uses: dict[int, tuple[list[tuple[int, int, int]], Whose]] = field(default_factory=dict)
     # For some uses, by node and input, the parameters whose rows a layer's rule gives there.
-    by_rule: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    by_rule: dict[tuple[int, int], set[str]] = field(default_factory=dict)
     mixed: dict[int, str] = field(default_factory=dict)  # by a parameter's leaf behind which samples mix, where they do
-    inside: dict[int, set[int]] = field(default_factory=dict)  # by node in a call, the parameters whose rows its rule gives
+    inside: dict[int, set[str]] = field(default_factory=dict)  # by node in a call, the parameters whose rows its rule gives
     unsure: frozenset[str] = frozenset()  # the parameters of calls whose rules may see other values than autograd
     links: Sequence[Link] = ()  # see `Reader.links`
     linked: set[str] = field(default_factory=set)  # of which parameters these are
@@ -88,6 +88,7 @@ class Reader:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
         self.taken = list[Taken | None]()  # by call, see `taken_by`
+        self._way = cache(lambda value, own: way_of(value, {ran.leaf_of[name]: name for name in own}))
         self.key, self.calls = self._keys()
 
     def compares_with(self, usual: Layout) -> bool:
@@ -185,19 +186,15 @@ class Reader:
         return not used <= {(self.number.get(node), hook.number) for node, hook in noted.hooks}
 
     def _find_uses(self, found: Read) -> None:
-        trace, covered, leaves = self.trace, dict[int, set[int]](), self.ran.leaves
-        by_leaf = {self.number[leaf]: name for leaf, name in leaves.items() if leaf in self.number}
-        below = cache(lambda k: trace.behind([k]) & by_leaf.keys())  # the parameters on which a value depends
+        trace, covered = self.trace, found.inside
         for noted, nodes, whose in zip(self.ran.noted, self.ran.inside, found.calls):
-            if whose is not None:
-                own = {self.number[x] for x in map(self.ran.leaf_of.get, noted.call.known.names) if x in self.number}
-                for node in nodes:
-                    if (k := self.number.get(node)) is not None:
-                        covered.setdefault(k, set()).update(own)
+            for node in nodes if whose is not None else ():
+                if (k := self.number.get(node)) is not None:
+                    covered.setdefault(k, set()).update(noted.call.known.names)
         waiting = [(k, place) for k, place, *_ in self.walk.uses if k >= 0]
         for k, place in waiting:  # the list grows
             edge = trace.edges[k][place]
-            if edge is None or not (names_below := below(edge[0])):
+            if edge is None or not (names_below := self.below(edge[0])):
                 continue
             j, output = edge
             is_inside = k in covered and (trace.kinds[j] is LEAF or j in covered)
@@ -212,7 +209,6 @@ class Reader:
                 found.uses[k] = [], self._whose_of_node(k, found)
             if (j, output, place) not in found.uses[k][0]:
                 found.uses[k][0].append((j, output, place))
-        found.inside = covered
 
     def links(self, found: Read) -> Sequence[Link]:
         """Which nodes bring a parameter all of its gradient, so that what arrives must be what they have made.
@@ -228,7 +224,7 @@ class Reader:
         return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
 
     def _path_to(
-        self, leaf: int, name: str, read: Collection[tuple[int, int, int]], inside: Mapping[int, Collection[int]]
+        self, leaf: int, name: str, read: Collection[tuple[int, int, int]], inside: Mapping[int, Collection[str]]
     ) -> list[Link]:
         """The links to a parameter.
 
@@ -242,7 +238,7 @@ class Reader:
                 break
             if not self.walk.of_parameters[k]:
                 whole = path if is_begun else [*path, Link(k, ((place, receiver),), True, 0)]
-                return whole if (k, place, at) in read or leaf in inside.get(k, ()) else []
+                return whole if (k, place, at) in read or name in inside.get(k, ()) else []
             # What ``F.linear`` makes of its weight, where nobody else can add to it.
             is_begun = self.trace.kinds[k].name == "TBackward0" and k in inside
             path.append(Link(k, ((place, receiver),), is_begun, 0))
@@ -321,19 +317,18 @@ class Reader:
         rows = rows_of(label, shapes[n], samples)
         return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
-    def below(self, k: int) -> set[str]:
-        """The parameters on which a node's outputs depend."""
-        nodes, leaves = self.trace.nodes, self.ran.leaves
-        return {leaves[nodes[j]] for j in self.trace.behind([k]) if nodes[j] in leaves}
+    @cached_property
+    def below(self) -> Callable[[int], frozenset[str]]:
+        """Returns the parameters on which a node's outputs depend, by its number."""
+        names = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
+        return cache(lambda k, behind=self.trace.behind: frozenset([names[j] for j in behind([k]) if j in names]))
 
     def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
         """What follows from the graph about the use at a node.  values, whose: see `Read`"""
-        uses, nodes, names = list[ValueUse](), self.trace.nodes, self.ran.leaves
+        uses, nodes = list[ValueUse](), self.trace.nodes
         for j, number, place in values:
-            by_rule = {names[nodes[n]] for n in found.by_rule.get((k, place), ())}
-            own, value = tuple(sorted(self.below(j) - by_rule)), Value(nodes[j], number)
-            way = None if type(nodes[j]) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in own})
-            uses.append(ValueUse(place, shape_of(value), own, way))
+            own, value = tuple(sorted(self.below(j) - found.by_rule.get((k, place), set()))), Value(nodes[j], number)
+            uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else self._way(value, own)))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
 

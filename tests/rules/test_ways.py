@@ -55,7 +55,7 @@ MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "indexed": lambda a, b: a[AT].permute(2, 0, 1).contiguous().unsqueeze(0),
     "indexed twice": lambda a, b: a[AT, AT.int() - 1] + a.index_select(0, AT[0].abs())[0, 0],
     "index of columns": lambda a, b: a.T.index_select(0, AT[0].abs()),
-    "expanded": lambda a, b: a[None].expand(3, 4, 6) + a[:1].expand(4, -1),
+    "expanded": lambda a, b: a[None].expand(3, 4, 6) + torch.where(AT.view(6) > 0, a[:1].expand(4, -1), b[:, :1]),
     "repeated": lambda a, b: a.repeat(2, 1, 3),
     "added": lambda a, b: torch.add(a, b[0], alpha=2) - torch.sub(a[:, :1], b, alpha=3) + (2 - a) + torch.rsub(a[0], b),
     "multiplied": lambda a, b: (a * b[0] * 2 - a[:, 1:2]) * torch.linspace(1, 2, 6).double() * b.exp() + (-a).sigmoid(),
