@@ -79,7 +79,7 @@ class Ran:
 
         A state leads there that something else than an argument holds, such as a cache."""
         parameters = {id(p) for p in self.parameters.values()}
-        trace = Trace(roots, parameters, self.ends)
+        trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
         if self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began:
             self.ends |= {
                 node
@@ -91,7 +91,7 @@ class Ran:
                 and use.edges
                 and use.within is not self.within
             }
-            trace = Trace(roots, parameters, self.ends)
+            trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
         return trace
 
     @cached_property

@@ -85,9 +85,9 @@ class Memo:
         """That of an earlier walk through the same operations with the same uses, whatever sizes and numbers they had.
 
         Rows of other samples, or of more of them, have the same sum."""
-        graph, places = trace.key[:4], [use[:2] for use in walk.uses]
-        for (own, _, _, others), entry in reversed(self._kept.items()):
-            is_alike = own[:4] == graph and (others == 1) == (samples == 1)
+        graph, places = (trace.plan.graph, trace.key[1]), [use[:2] for use in walk.uses]
+        for ((plan, own, _), _, _, others), entry in reversed(self._kept.items()):
+            is_alike = (plan.graph, own) == graph and (others == 1) == (samples == 1)
             if is_alike and places == [use[:2] for use in entry.walk.uses]:
                 return entry.walk.compared
         return {}

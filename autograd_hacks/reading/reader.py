@@ -140,6 +140,7 @@ class Reader:
         found = self.walk.read_as.get(self.key) if self.walk.read_as else None
         if found is None or fits(self.trace, self.walk, self.given, self.samples, found.uses) is False:
             return None
+        self.ran.within.kind.plan = self.trace.plan
         return found
 
     def read(self) -> Read:
