@@ -144,7 +144,9 @@ class AtNode:
         self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        self.receiver.receive(self.use, 0, grads, current_node(), self)
+        node = current_node()
+        if not self.receiver.take_at(self.use, grads, node, self):
+            self.receiver.receive(self.use, 0, grads, node, self)
 
 
 class AtParameter:

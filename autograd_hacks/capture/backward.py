@@ -103,23 +103,20 @@ class Backward:
 
     def watch(self, parameter: Tensor) -> None:
         """Puts a hook on the parameter, which sees every gradient that arrives there."""
-        if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
+        handles = self.watched.get(parameter)
+        if handles is None and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
-            self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
-        self._watch_behind(parameter)
+            handles = self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
+        if self.is_behind and handles is not None and len(handles) == 1 and parameter.requires_grad:  # it may be frozen by now
+            hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
+            self.watched[parameter] = (*handles, own_hook(hook))
 
     def watch_behind(self) -> None:
         """Puts hooks on parameters that run after ``.grad`` is set, if something must be done there."""
         if not self.is_behind:
             self.is_behind = True
             for parameter in list(self.watched.keys()):
-                self._watch_behind(parameter)
-
-    def _watch_behind(self, parameter: Tensor) -> None:
-        can_have = self.is_behind and parameter.requires_grad  # it may be frozen by now
-        if can_have and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
-            hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
-            self.watched[parameter] = (*handles, own_hook(hook))
+                self.watch(parameter)
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
@@ -204,8 +201,25 @@ class Backward:
         current.received[call] = found = OutputGrads([grad], [version_of(grad)], known.locals)
         if not current.told_by:
             current.told_by[call] = found
-        for name in known.names:
-            current.calls_of.setdefault(name, []).append(call)
+        current.filed.append(call)
+        return True
+
+    def take_at(self, use: NodeUse, grads: Sequence[Tensor | None], node: Node, hook: AtNode) -> bool:
+        """The same at a usual node."""
+        known, within = use.known, use.within
+        if known.is_users or within.samples == 1:
+            return False
+        current = self._usual_in(within)
+        if current is None or use in current.received or not within.leaves.keys() >= known.ids:
+            return False
+        arrived = [g for g in grads if g is not None]
+        if not arrived or any([g.requires_grad for g in arrived]):
+            return False
+        versions = [0 if g is None else version_of(g) for g in grads]
+        current.received[use] = current.told_by[use] = found = OutputGrads([*grads], versions, known.locals)
+        current.filed.append(use)
+        current.hooks.append(weakref.ref(hook))
+        found.keep(self._taken(use, node, grads, known.locals))
         return True
 
     def _usual_in(self, within: Within) -> Pass | None:
@@ -289,10 +303,8 @@ class Backward:
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
-        given, is_on = [g for g in grads if g is not None], torch.is_grad_enabled()
         try:
-            # Layers may run here: of a user's Function, called for each sample, or of a checkpoint, for what a node saved.
-            with Switch.paused_here(), torch.set_grad_enabled(is_on), without_autocast(given):
+            with without_autocast([g for g in grads if g is not None]):
                 return use.take(node, grads, reached)
         except Exception as error:  # the user's own pass must continue
             return error

@@ -139,10 +139,10 @@ class Ran:
     def attach(self) -> None:
         """Sends the gradients at the uses' nodes to the receiver."""
         for node, plan in self.uses.items():
-            edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.names}
+            edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.locals}
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
-            own = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
+            own = NodeUse(known=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
             put_on(node, hook := AtNode(own, self.receiver))
             self.hooks.append((node, hook))
 

@@ -49,7 +49,8 @@ class Pass:
     losses: Announcement | None
     reduced: frozenset[Any]  # how its loss becomes a number, if that was seen: kinds of nodes
     received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
-    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the uses that lead to it
+    filed: list[Any] = field(default_factory=list)  # the last usual uses, which `calls_of` hasn't taken up
+    _calls_of: dict[str, list[Use]] = field(default_factory=dict)
     # The only forward that it goes through, if it reaches all of its parameters, frees its graph and does nothing else: of
     # what comes to the forward's usual calls nothing is left to decide.  And the record's segments, as they were then.
     usual_in: Within | None = None
@@ -76,6 +77,15 @@ class Pass:
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
     said: set[Any] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
+
+    @property
+    def calls_of(self) -> dict[str, list[Use]]:
+        """By parameter, the uses that lead to it."""
+        for use in self.filed:
+            for name in use.known.names:
+                self._calls_of.setdefault(name, []).append(use)
+        self.filed.clear()
+        return self._calls_of
 
     def names(self) -> Set[str]:
         return self.calls_of.keys()

@@ -22,7 +22,7 @@ from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
-from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_of
+from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_among
 
 
 class Edge(NamedTuple):
@@ -174,8 +174,14 @@ class Planned(NamedTuple):
     node: str  # its name
     slots: int
     values: tuple[ValueUse, ...]
-    names: tuple[str, ...]  # of all parameters
+    locals: tuple[str, ...]  # of all parameters, their names
     whose: Whose
+    ids: frozenset[int]
+    is_users: bool  # whether the node belongs to a user's Function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.locals
 
 
 @dataclass(eq=False, kw_only=True)
@@ -185,12 +191,12 @@ class NodeUse(Use):
     Its forms are made when the gradient arrives, because afterwards the pass frees what the node saved.
     """
 
-    plan: Planned
+    known: Planned
     ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
     def place(self) -> str:
-        return f"{self.plan.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
+        return f"{self.known.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
 
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
@@ -200,10 +206,10 @@ class NodeUse(Use):
         node: the node itself, with its saved tensors
         """
         found: dict[int, Form | Mapping[str, Form]] = {}
-        dtypes = {x.dtype for x in made(node)}
-        for value in self.plan.values:
-            if not set(value.names).isdisjoint(reached):
-                form = self._by_formula(node, value, grads)
+        dtypes, met = {g.dtype for g in grads if g is not None}, self._met(node, grads)
+        for value in self.known.values:
+            if reached is self.known.locals or not set(value.names).isdisjoint(reached):
+                form = None if met is None else self._by_formula(node, value, *met)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
@@ -212,9 +218,9 @@ class NodeUse(Use):
                         leaves = {self.edges[name].node: name for name in value.names}
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
-        forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
-        self.versions = versions_of(x.detach() for form in forms for x in form.held)  # a graph may lead back to the node
-        self.precision = _coarsest(dtypes)
+        forms = [own for form in found.values() for own in (form.values() if type(form) is dict else [form])]
+        held = [x.detach() if x.requires_grad else x for form in forms for x in form.held]  # it may lead back to the node
+        self.versions, self.precision = [*zip(held, versions_among(*held))], _coarsest(dtypes)
         return found
 
     def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
@@ -227,7 +233,7 @@ class NodeUse(Use):
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:
         """What a node saves, in the parameter's dtype.  held: gets its numbers that aren't indices, with their versions"""
-        dtype, is_live = next(iter(self.edges.values())).parameter.dtype, torch.is_grad_enabled()  # the pass makes a graph
+        dtype, is_live = self._dtype, torch.is_grad_enabled()  # the pass makes a graph
 
         def kept(name: str) -> Any:
             x = kept_by(node, name)
@@ -243,33 +249,42 @@ class NodeUse(Use):
 
         return kept
 
-    def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
-        """None if no formula covers the node."""
+    def _met(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, Any, Met] | None:
+        """The node's formulas, and what they get but for the value; None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, by_owners = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node)
-        (layouts, labels, _), samples = self.whose, self.samples or 0
+        formula, by_owners = NODES.get(self.known.node), BY_OWNERS.get(self.known.node)
+        (layouts, labels, _), within = self.whose, self.within
         if not (formula or by_owners) or len(arrived) != 1 or (labels is not None and labels.ndim > 1):
             return None
-        ((slot, g),) = arrived
+        ((slot, g),), documents = arrived, within.documents
         layout = Layout() if labels is not None else layouts[slot]
-        if self.documents is not None:
-            layout = None if labels is not None else self.documents.layout(g.shape, layout)
+        if documents is not None:
+            layout = None if labels is not None else documents.layout(g.shape, layout)
         if layout is None:
             return None
-        rows = samples if labels is None else len(g)
-        rows = rows if self.documents is None else self.documents.ids.numel()
-        dtype = next(iter(self.edges.values())).parameter.dtype
-        met = Met(self._kept(node), ready(g, dtype), layout, rows, value.place, value.shape)
-        form = formula(met) if formula else None
+        rows = (within.samples or 0) if labels is None else len(g)
+        rows = rows if documents is None else documents.ids.numel()
+        return formula, by_owners, Met(self._kept(node), ready(g, self._dtype), layout, rows, 0, g.shape)
+
+    def _by_formula(self, node: Node, value: ValueUse, formula: Any, by_owners: Any, met: Met) -> Form | None:
+        """The value's form; None if no formula covers it."""
+        met.place, met.shape = value.place, value.shape
+        labels, samples, g, layout = self.whose.labels, self.within.samples or 0, met.grad, met.layout
+        form: Form | None = formula(met) if formula else None
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if labels is None else labels.to(g.device)
-            return by_owners(replace(met, samples=samples), owners)
-        if form is not None and form.like.is_complex():
+            found: Form | None = by_owners(replace(met, samples=samples), owners)
+            return found
+        if form is not None and form.like.dtype.is_complex:
             taken = Value(*node.next_functions[value.place])  # type: ignore[arg-type]  # it has a graph
-            form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(dtype))
-        if form is not None and self.documents is not None:
-            return self.documents.rows(form)
+            form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(self._dtype))
+        if form is not None and self.within.documents is not None:
+            return self.within.documents.rows(form)
         return form if form is None or labels is None else gathered(form, labels, samples)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.edges.values())).parameter.dtype
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""
@@ -296,7 +311,7 @@ class NodeUse(Use):
         if isinstance(grads.kept, Exception):
             raise grads.kept
         found: dict[str, Form] = {}
-        for value in self.plan.values:
+        for value in self.known.values:
             if names := [name for name in value.names if name in grads.reached]:
                 kept = grads.kept[value.place]
                 if value.way is not None and isinstance(kept, Form):

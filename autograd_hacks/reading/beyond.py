@@ -180,7 +180,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
                 continue
             if isinstance(hook, AtNode):
                 found.add(node)
-                taken.update((k, value.place) for value in hook.use.plan.values)
+                taken.update((k, value.place) for value in hook.use.known.values)
             elif hook.use is not None and hook.use.edges:
                 found.update(Graph([node], hook.inputs).nodes.keys() - hook.inputs)
     below = set[int]()
@@ -202,7 +202,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         return
     ends: Collection[Node] = () if hook is None else hook.inputs
     if isinstance(use, NodeUse):
-        taken = {value.place for value in use.plan.values}
+        taken = {value.place for value in use.known.values}
         ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
     reader = Reader(_ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk

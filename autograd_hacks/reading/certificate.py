@@ -101,7 +101,7 @@ class Certificate:
         unit = max(torch.finfo(dtype).eps for own in dtypes for dtype in own if dtype is not None)
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
-            ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.plan.values]
+            ways = [value.way for use, _, _ in told if isinstance(use, NodeUse) for value in use.known.values]
             is_stepwise = all(turn.before.kind in STEPS for way in ways if way is not None for turn in way.turns)
             least = max(0.0 if is_stepwise else FINEST, rounded_by([use for use, _, _ in told], like))
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
@@ -217,7 +217,7 @@ def _products_of(use: Use) -> str:
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
-    node = use.plan.node if isinstance(use, NodeUse) else ""
+    node = use.known.node if isinstance(use, NodeUse) else ""
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 

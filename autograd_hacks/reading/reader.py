@@ -341,7 +341,8 @@ class Reader:
             way = None if type(nodes[j]) is Leaf else way_of(value, {self.ran.leaf_of[name]: name for name in own})
             uses.append(ValueUse(place, shape_of(value), own, way))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
-        return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
+        ids, node = frozenset([id(self.ran.parameters[name]) for name in every]), nodes[k]
+        return Planned(node.name(), len(made(node)), tuple(uses), every, whose, ids, is_users(node))
 
     def follow(self, found: Read) -> None:
         """Writes what was found into this forward."""

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_of_function, current_task, without_subclasses
 from autograd_hacks.support.internals import made as made
+from autograd_hacks.support.switch import Switch
 
 Leaf: Any = AccumulateGrad
 """The node at which a parameter or another leaf ends the graph; its ``variable`` is the leaf."""
@@ -26,6 +27,7 @@ OF_DEVICES = {f"native_{name}": (f"cudnn_{name}", f"miopen_{name}") for name in 
 USUAL = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
 
 
+@cache
 def spelt(kind: type, name: str) -> str:
     """The name under which nodes of a type save a value."""
     return name if hasattr(kind, SAVED + name) else {"eps": "epsilon"}.get(name, name)
@@ -160,7 +162,7 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw, name = getattr(node, RAW + name, None), spelt(type(node), name)
+    raw, name = getattr(node, RAW + name, None), spelt(node.__class__, name)
     if isinstance(raw, tuple | list):  # an index of several axes
         return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
     return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)
@@ -169,7 +171,8 @@ def kept_by(node: Any, name: str) -> Any:
 def _unpacked(raw: Any) -> Any:
     if (unpack := raw.unpack_hook) is None:
         return raw.data
-    x = unpack(raw.data)
+    with Switch.paused_here():  # a checkpoint runs layers
+        x = unpack(raw.data)
     if _is_handed_out_once(raw):
         _put_back(raw.data, unpack, x)
     return x

@@ -4,6 +4,8 @@ import weakref
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
+from itertools import chain
+from operator import attrgetter
 from types import NoneType, SimpleNamespace
 from typing import Any, Generic, TypeGuard, TypeVar
 
@@ -183,6 +185,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
+_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
@@ -195,16 +198,21 @@ class Tree:
         self._modules: list[nn.Module] = []
         self._children: list[tuple[nn.Module | None, ...]] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
-        self._owned: list[tuple[str, int]] | None = None
-        self._attributes: list[tuple[int, dict[str, None]]] = []  # of each module: how many, and the names of its own ones
+        self._owned: list[Any] | None = None
+        self._counts: list[int] = []  # of each module's attributes
+        # Of those that not every module has: the module's number, the name, and a value that holds no tensor for ever.
+        self._attributes: list[tuple[int, str, Any]] = []
 
     def modules(self) -> list[nn.Module]:
         """`modules_of` the model.  The same list as long as the model has the same ones."""
-        if self._children is None or [tuple(m._modules.values()) for m in self._modules] != self._children:
+        if self._children is None or self._all_children() != self._children:
             model = self._model()
-            self._modules, self._owned, self._attributes = [] if model is None else modules_of(model), None, []
-            self._children = [tuple(m._modules.values()) for m in self._modules]
+            self._modules, self._owned, self._counts = [] if model is None else modules_of(model), None, []
+            self._children = self._all_children()
         return self._modules
+
+    def _all_children(self) -> list[tuple[nn.Module | None, ...]]:
+        return [*map(tuple, map(dict.values, map(_CHILDREN, self._modules)))]  # few calls, since a model has many modules
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`parameters_of` the model, which must not be changed."""
@@ -212,24 +220,29 @@ class Tree:
 
     def all(self) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
         modules = self.modules()
-        owned = [(name, id(p)) for module in modules for name, p in module._parameters.items()]
+        own = [*map(_PARAMETERS, modules)]
+        owned = [[*map(len, own)], *chain.from_iterable(own), *map(id, chain.from_iterable(map(dict.values, own)))]
         model = self._model()
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
         return modules, self._parameters
 
-    def kept(self) -> Iterator[Any]:
-        """What modules keep in attributes of their own, except for simple values."""
-        self._attributes = self._attributes or [(0, {})] * len(self._modules)
-        for n, module in enumerate(self._modules):
-            own: dict[str, Any] = module.__dict__
-            count, names = self._attributes[n]
-            if len(own) != count or not own.keys() >= names.keys():
-                names = dict.fromkeys(sorted(own.keys() - OF_MODULE))
-                self._attributes[n] = len(own), names
-            for name in names:
-                if type(value := own[name]) not in SIMPLE:
-                    yield value
+    def kept(self) -> list[Any]:
+        """The tensors that modules keep in attributes of their own, and the collections that may hold some."""
+        own, found = [*map(vars, self._modules)], list[Any]()
+        if self._counts != [*map(len, own)] or not all([name in own[n] for n, name, _ in self._attributes]):
+            self._counts = [*map(len, own)]
+            self._attributes = [(n, name, None) for n, each in enumerate(own) for name in sorted(each.keys() - OF_MODULE)]
+        for at, (n, name, known) in enumerate(self._attributes):
+            value = own[n][name]
+            if type(value) in SIMPLE or (value is known and known is not None):
+                continue
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:
+                found.append(value)
+            elif type(value) is tuple:
+                self._attributes[at] = n, name, value  # most are sizes
+        return found
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
