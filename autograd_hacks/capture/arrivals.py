@@ -164,10 +164,10 @@ class AtParameter:
         return heard_by.arrive(at, grad)
 
 
-def may_skip(parameter: Tensor) -> bool:
-    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
-    before, after = hooks_before(parameter), hooks_after(parameter)
-    return (before is None or len(before) <= 1) and (after is None or len(after) <= 1)  # one is this library's own
+def may_skip(parameters: Sequence[Tensor]) -> list[bool]:
+    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model, for each one."""
+    hooks = zip(map(hooks_before, parameters), map(hooks_after, parameters))  # one is this library's own
+    return [(before is None or len(before) < 2) and (after is None or len(after) < 2) for before, after in hooks]
 
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:

@@ -403,7 +403,7 @@ class Backward:
         # The library's own passes request them only to leave .grad alone, and don't use them.
         if self.wants_grad or current_task() in ANNOUNCED:
             return
-        if any(p in self.record.names and may_skip(p) for p in parameters):
+        if any(may_skip([p for p in parameters if p in self.record.names])):
             raise ParamGradSkipped(
                 "torch.autograd.grad: parameters' gradients were requested, but add_hooks(param_grad=False) turns them off. "
                 "Take the gradients from per_sample_grads(model).weighted_sum(w), or hook the model with "

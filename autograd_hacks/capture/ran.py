@@ -78,7 +78,7 @@ class Ran:
         """The graph behind some values.  It ends at uses of earlier forwards, which these have found.
 
         A state leads there that something else than an argument holds, such as a cache."""
-        parameters = {id(p) for p in self.parameters.values()}
+        parameters = {*map(id, self.parameters.values())}
         trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
         if self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began:
             self.ends |= {
@@ -97,8 +97,9 @@ class Ran:
     @cached_property
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
-        names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
-        return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
+        trace, names = self.trace, dict(zip(map(id, self.parameters.values()), self.parameters))
+        ends = zip(map(trace.nodes.__getitem__, trace.leaves), map(id, trace.variables))
+        return {leaf: names[at] for leaf, at in ends if at in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:

@@ -385,12 +385,14 @@ class Record:
 
     def own_among(self, tensors: Iterable[Tensor], *more: ByTensor[str]) -> list[Tensor]:
         """Those that are the model's parameters.  more: or among these"""
-        gathered = set(map(id, self.gathered.values()))
-        return [x for x in tensors if id(x) in gathered or any(x in own for own in (self.names, *more))]
+        tensors, gathered = [*tensors], set(map(id, self.gathered.values()))
+        found = map(any, zip(*[own.of(tensors) for own in (self.names, *more)]))
+        return [x for x, is_own in zip(tensors, found) if is_own or (gathered and id(x) in gathered)]
 
     def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
-        return {name: self.gathered.get(name, p) for name, p in self.asked(dict(parameters)).items()}
+        asked = self.asked(dict(parameters))
+        return asked | {name: x for name, x in self.gathered.items() if name in asked}
 
     def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
         """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""

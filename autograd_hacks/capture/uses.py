@@ -156,7 +156,7 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _coarsest(dtypes: Set[torch.dtype]) -> torch.dtype | None:
     """The one of the lowest precision."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if len(floating) > 1 else next(iter(floating), None)
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if floating[1:] else floating[0] if floating else None
 
 
 class ValueUse(NamedTuple):
@@ -284,7 +284,7 @@ class NodeUse(Use):
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(iter(self.edges.values())).parameter.dtype
+        return self.edges[self.known.locals[0]].parameter.dtype
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""

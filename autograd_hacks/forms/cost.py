@@ -6,11 +6,12 @@ The numbers are in ``costs.json``: a CPU's were measured; a GPU's follow from an
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import inf, log2, prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_wri
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
+MOST = 2**12
+"""How many costs are kept."""
 DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of cards with units for float64: P100 to B200."""
 
@@ -57,6 +60,23 @@ def _costs_of(device: torch.device) -> Costs:
     return costs if has_double else replace(costs, double=64)
 
 
+def _once(cost: Callable[..., float]) -> Callable[..., float]:
+    """The cost for pairs, which is computed once for those of the same sizes: each step has them again."""
+    known = dict[Any, float]()
+
+    @wraps(cost)
+    def kept(pairs: Sequence[Pair], *more: bool) -> float:
+        key = (*more, pairs[0][0].device, *[(type(x), x.key if type(x) is Windows else x.shape) for own in pairs for x in own])
+        if (found := known.get(key)) is None:
+            if len(known) >= MOST:
+                known.clear()
+            found = known[key] = cost(pairs, *more)
+        return found
+
+    return kept
+
+
+@_once
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
     """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds.
     in_double: whether these are taken in float64"""
@@ -80,6 +100,7 @@ def products(pairs: Sequence[Pair]) -> float:
     return total
 
 
+@_once
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
     (left, right), costs = pairs[0], costs_of(pairs[0][0].device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,11 @@ class Windows:
     padding: Sequence[int]
     dilation: Sequence[int]
     counts: Sequence[int]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All sizes."""
+        return self.x.shape, *map(tuple, (self.kernel, self.stride, self.padding, self.dilation, self.counts))
 
     @property
     def shape(self) -> torch.Size:

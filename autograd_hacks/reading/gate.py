@@ -70,9 +70,10 @@ def read(
                         gate.certify(certificate, name, known)
         with torch.no_grad():
             certificate.check()
-        for name, known in names.items():
-            found = [gate.form(known) for gate in gates]
-            form = found[0] if len(gates) == 1 else _stack(found, gates, trainable[name])
+        every = [gate.forms(names.values()) for gate in gates]
+        if len(gates) > 1:
+            every = [[_stack(own, gates, p) for *own, p in zip(*every, trainable.values())]]
+        for name, form in zip(names, every[0]):
             forms[name] = scale(form, 1 / scaling) if is_scaled and form is not None else form
     return forms
 
@@ -131,13 +132,16 @@ class Gate:
             elif told and known in recorded.untold:
                 note_compared(known, told)
 
-    def form(self, name: str) -> Form | None:
-        """J of a parameter; None if no call leads to it.
+    def forms(self, names: Iterable[str]) -> list[Form | None]:
+        """J of each parameter; None where no call leads to it.
 
         After `backprop_hess`: a row for each sample of each pass, pass by pass."""
-        if self._adds_up:
-            forms = [form for terms in self._terms for form in terms.pop(name, _NONE).values()]
-            return add(forms) if forms else None
+        if not self._adds_up:
+            return [self._concatenated(name) for name in names]
+        found = [[form for terms in self._terms for form in terms.pop(name, _NONE).values()] for name in names]
+        return [add(own) if own[1:] else own[0] if own else None for own in found]
+
+    def _concatenated(self, name: str) -> Form | None:
         tables = [terms.pop(name, _NONE) for terms in self._terms]
         if not any(tables):
             return None
@@ -154,7 +158,7 @@ class Gate:
             if call not in self._asked:
                 self._asked.add(call)
                 self._ask(0, call, self.segment.passes[0].received[call])
-        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
+        (form,), needed = self.forms([name]), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done

@@ -351,7 +351,7 @@ class Reader:
         within.refused = {names[nodes[k]]: within.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.facts = found
-            within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
+            within.leaves = dict(zip(map(id, map(ran.parameters.__getitem__, names.values())), names))
         for noted, whose in zip(ran.noted, found.calls):
             if whose is None:  # its rows come from where its output meets the batch
                 noted.call.forget()

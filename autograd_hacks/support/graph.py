@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -120,6 +121,13 @@ def raw_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(RAW))
 
 
+@cache
+def _raws_of(kind: type) -> Callable[[Any], Sequence[Any]]:
+    """Reads all of them at once."""
+    names = raw_names(kind)
+    return attrgetter(*names) if len(names) > 1 else lambda node: [getattr(node, name) for name in names]
+
+
 def _raws(node: Any, attribute: str) -> Sequence[Any]:
     """What a node keeps there: of an index, one for each axis."""
     raw = getattr(node, attribute, None)
@@ -191,9 +199,8 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    raws = [getattr(node, name, None) for name in raw_names(node.__class__)]
-    parts = [raw for own in raws if isinstance(own, tuple | list) for raw in own]  # of an index, one for each axis
-    hooks = [hook for raw in (*raws, *parts) if (hook := getattr(raw, "unpack_hook", None)) is not None]
+    raws = [own for raw in _raws_of(node.__class__)(node) for own in (raw if type(raw) in (tuple, list) else (raw,))]
+    hooks = [hook for raw in raws if raw is not None and (hook := raw.unpack_hook) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
 
 

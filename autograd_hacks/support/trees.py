@@ -5,7 +5,7 @@ from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import NoneType, SimpleNamespace
 from typing import Any, Generic, TypeGuard, TypeVar
 
@@ -186,6 +186,7 @@ SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")  # a scripted module has a mapping of its own
 OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
@@ -212,7 +213,7 @@ class Tree:
         return self._modules
 
     def _all_children(self) -> list[tuple[nn.Module | None, ...]]:
-        return [*map(tuple, map(dict.values, map(_CHILDREN, self._modules)))]  # few calls, since a model has many modules
+        return [*map(tuple, map(_VALUES, map(_CHILDREN, self._modules)))]  # few calls, since a model has many modules
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`parameters_of` the model, which must not be changed."""
@@ -221,7 +222,8 @@ class Tree:
     def all(self) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
         modules = self.modules()
         own = [*map(_PARAMETERS, modules)]
-        owned = [[*map(len, own)], *chain.from_iterable(own), *map(id, chain.from_iterable(map(dict.values, own)))]
+        names, values = chain.from_iterable(map(_KEYS, own)), chain.from_iterable(map(_VALUES, own))
+        owned = [[*map(len, own)], *names, *map(id, values)]
         model = self._model()
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
@@ -333,8 +335,9 @@ class ByTensor(Generic[T]):
 
     def of(self, tensors: Iterable[Tensor]) -> list[T | None]:
         """The values of several tensors."""
-        held = self._held.get
-        return [None if (found := held(id(x))) is None or found[0]() is not x else found[1] for x in tensors]
+        tensors = [*tensors]
+        found = zip(tensors, map(self._held.get, map(id, tensors)))
+        return [None if own is None or own[0]() is not x else own[1] for x, own in found]
 
     def keys(self) -> Iterator[Tensor]:
         return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])
