@@ -102,7 +102,7 @@ class AtOutput:
             return
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if grad is None or not self.receiver.take(call, grad):
+        if grad is None or not self.receiver.take(call, (grad,)):
             node = current_node() if torch.is_grad_enabled() else None
             self.receiver.receive(call, self.slot, (grad,), node, self)
             if keeps_graph():
@@ -144,9 +144,8 @@ class AtNode:
         self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        node = current_node()
-        if not self.receiver.take_at(self.use, grads, node, self):
-            self.receiver.receive(self.use, 0, grads, node, self)
+        if not ([g for g in grads if g is not None] and self.receiver.take(self.use, grads, self)):
+            self.receiver.receive(self.use, 0, grads, current_node(), self)
 
 
 class AtParameter:

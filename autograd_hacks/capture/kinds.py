@@ -117,10 +117,6 @@ class Within:
         """Whether a parameter's rows are to be compared for the first time."""
         return self.compared is not None and name not in self.compared and name not in self.unsure
 
-    def trusts(self, name: str) -> bool:
-        """Whether a parameter's rows need not be compared with gradient."""
-        return name not in self.unsure and (self.compared is None or name in self.compared)
-
     @property
     def outputs(self) -> Layouts:
         """The layouts of the outputs that have one."""

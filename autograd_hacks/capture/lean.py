@@ -196,8 +196,8 @@ def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
             return None
     if CHECKPOINT in {kind.__name__ for kind in set(map(type, nodes))}:
         return None
-    leaves = [leaf for leaf in taken if leaf in skippable and leaf not in others]
-    skipped = {*compress(leaves, may_skip([leaf.variable for leaf in leaves]))}
+    own = [leaf for leaf in taken if leaf in skippable and leaf not in others]
+    skipped = {*compress(own, may_skip([leaf.variable for leaf in own]))}
     inputs += [GradientEdge(leaf, 0) for leaf in {**taken, **others} if leaf not in skipped]
     return Asked(frozenset(skipped), inputs) if skipped else None
 

@@ -143,7 +143,14 @@ class Ran:
             edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.locals}
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
-            own = NodeUse(known=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
+            own = NodeUse(
+                known=plan,
+                edges=edges,
+                slots=plan.slots,
+                within=self.within,
+                whose=plan.whose,
+                is_plain=not plan.is_users and self.within.samples != 1,
+            )
             put_on(node, hook := AtNode(own, self.receiver))
             self.hooks.append((node, hook))
 

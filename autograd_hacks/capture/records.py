@@ -49,8 +49,7 @@ class Pass:
     losses: Announcement | None
     reduced: frozenset[Any]  # how its loss becomes a number, if that was seen: kinds of nodes
     received: dict[Use, OutputGrads] = field(default_factory=dict)  # the gradients at all uses, in the order of arrival
-    filed: list[Any] = field(default_factory=list)  # the last usual uses, which `calls_of` hasn't taken up
-    _calls_of: dict[str, list[Use]] = field(default_factory=dict)
+    calls_of: dict[str, list[Use]] = field(default_factory=dict)  # by parameter, the uses that lead to it
     # The only forward that it goes through, if it reaches all of its parameters, frees its graph and does nothing else: of
     # what comes to the forward's usual calls nothing is left to decide.  And the record's segments, as they were then.
     usual_in: Within | None = None
@@ -77,15 +76,6 @@ class Pass:
     fills_grad: bool = False  # whether some of its gradients are in .grad
     refused: str = ""  # why it has no rows, as text for messages: a hook moved samples, or a loss reads where they mix
     said: set[Any] = field(default_factory=set)  # what was assumed of its model's losses, in words on stderr
-
-    @property
-    def calls_of(self) -> dict[str, list[Use]]:
-        """By parameter, the uses that lead to it."""
-        for use in self.filed:
-            for name in use.known.names:
-                self._calls_of.setdefault(name, []).append(use)
-        self.filed.clear()
-        return self._calls_of
 
     def names(self) -> Set[str]:
         return self.calls_of.keys()
@@ -209,7 +199,7 @@ class Segment:
         """The number of samples, if all calls and losses agree.  Else raises BatchSizeError, which lists all numbers."""
         told = list[int]()
         for recorded in self.passes:
-            if recorded.is_hess and any(call.documents is not None for call in recorded.told_by):
+            if recorded.is_hess and any(call.within.documents is not None for call in recorded.told_by):
                 raise BatchSizeError(
                     f"{recorded.losses and recorded.losses.what} gives rows of samples' entries, but "
                     "add_hooks(segments=...) asks for rows of documents. Call add_hooks(model) without segments before the "
@@ -222,7 +212,9 @@ class Segment:
             every = (pair for recorded in self.passes for pair in reversed(recorded.received.items()))
             counts = [(use, use.batch_size(grads)) for use, grads in every]
             count, is_same = counts[0][1], len({size for _, size in counts}) == 1
-            if is_same and all(use.documents is not None and not use.documents.is_of_tokens for use, _ in counts):
+            if is_same and all(
+                use.within.documents is not None and not use.within.documents.is_of_tokens for use, _ in counts
+            ):
                 raise BatchSizeError(
                     f"backward was given {next(size for size in sizes.values() if size != count)} losses, but the batch "
                     f"packs {count} documents; expected {count} losses, one for each document (segments=...), in the "
@@ -404,9 +396,8 @@ class Record:
 
     def held(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """This process's own tensors for parameters that layers see whole: its shards, if there are any."""
-        if not self.gathered:
-            return parameters
-        return {n: part_of(self.cut[n]) if n in self.gathered else p for n, p in parameters.items()}
+        cut = {name: part_of(self.cut[name]) for name in self.gathered if name in parameters}
+        return {**parameters, **cut} if cut else parameters
 
     def state_of_grad(self, name: str, parameter: Tensor) -> tuple[int, int] | None:
         """A value that changes when .grad does (or a shard's .grad); None for a sparse .grad."""
@@ -424,8 +415,3 @@ class Record:
         if name is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"
         return name
-
-    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """`name_of` parameters, most of which are the model's."""
-        parameters = [*parameters]
-        return [name or self.name_of(p) for name, p in zip(self.names.of(parameters), parameters)]

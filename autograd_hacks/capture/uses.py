@@ -17,7 +17,7 @@ from autograd_hacks.errors import A_BATCH, SamplesMixed, UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
-from autograd_hacks.probe.documents import Documents, check_told
+from autograd_hacks.probe.documents import check_told
 from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.parts import undivided
@@ -68,21 +68,13 @@ class Use:
 
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
+    known: Any  # what stays the same from forward to forward
     within: Within = field(repr=False)
     whose: Whose
     is_own: bool = True  # False if the layer was called by itself or by another model
     versions: Versions = field(default_factory=list)  # of its arguments
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
-
-    @property
-    def samples(self) -> int | None:
-        """N, if it is known."""
-        return self.within.samples
-
-    @property
-    def documents(self) -> Documents | None:
-        return self.within.documents
 
     @property
     def why_refused(self) -> str:
@@ -102,9 +94,9 @@ class Use:
 
     def batch_size(self, grads: OutputGrads) -> int:
         """The number of samples: as the model's arguments show, or else the number of rows."""
-        if self.documents is not None:
-            return self.documents.losses
-        return self._rows(grads) if self.samples is None else self.samples
+        if self.within.documents is not None:
+            return self.within.documents.losses
+        return self._rows(grads) if self.within.samples is None else self.within.samples
 
     def _rows(self, grads: OutputGrads) -> int:
         return 0
@@ -114,12 +106,14 @@ class Use:
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the use: form} for the parameters that a pass has reached, with a row for each sample."""
-        if self.samples is not None and (self.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))):
+        if self.within.samples is not None and (
+            self.within.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))
+        ):
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
-            rows = self.samples if self.documents is None else self.documents.count
+            rows = self.within.samples if self.within.documents is None else self.within.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
-        if self.documents is not None:
-            self.documents.check_padding(grads.at, self.place)
+        if self.within.documents is not None:
+            self.within.documents.check_padding(grads.at, self.place)
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads) -> bool:
@@ -174,14 +168,11 @@ class Planned(NamedTuple):
     node: str  # its name
     slots: int
     values: tuple[ValueUse, ...]
-    locals: tuple[str, ...]  # of all parameters, their names
+    locals: tuple[str, ...]  # of all parameters, their names in the use
+    names: tuple[str, ...]  # and in the model, which are the same
     whose: Whose
     ids: frozenset[int]
     is_users: bool  # whether the node belongs to a user's Function
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.locals
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,6 +183,7 @@ class NodeUse(Use):
     """
 
     known: Planned
+    is_plain: bool  # whether it is torch's own node, in a batch
     ways: dict[int, Stepwise] = field(default_factory=dict)  # by input number, since a pass
 
     @property
@@ -205,7 +197,7 @@ class NodeUse(Use):
 
         node: the node itself, with its saved tensors
         """
-        found: dict[int, Form | Mapping[str, Form]] = {}
+        found: dict[int, Any] = {}
         dtypes, met = {g.dtype for g in grads if g is not None}, self._met(node, grads)
         for value in self.known.values:
             if reached is self.known.locals or not set(value.names).isdisjoint(reached):
@@ -262,8 +254,7 @@ class NodeUse(Use):
             layout = None if labels is not None else documents.layout(g.shape, layout)
         if layout is None:
             return None
-        rows = (within.samples or 0) if labels is None else len(g)
-        rows = rows if documents is None else documents.ids.numel()
+        rows = len(g) if labels is not None else documents.ids.numel() if documents is not None else within.samples or 0
         return formula, by_owners, Met(self._kept(node), ready(g, self._dtype), layout, rows, 0, g.shape)
 
     def _by_formula(self, node: Node, value: ValueUse, formula: Any, by_owners: Any, met: Met) -> Form | None:
@@ -291,19 +282,19 @@ class NodeUse(Use):
         owners = [None if g is None else self._owners(slot, g) for slot, g in enumerate(grads)]
         if all(own is None for own in owners) and any(g is not None and bool(g.any()) for g in grads):
             raise SamplesMixed(f"{self.place}: it is unknown whose the gradient that arrived is. {A_BATCH}")
-        count = (self.samples or 0) if self.documents is None else self.documents.count
+        count = (self.within.samples or 0) if self.within.documents is None else self.within.documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
 
     def _owners(self, slot: int, g: Tensor) -> Tensor | None:
         """The sample, or the document, of each entry of the gradient at an output; None if it is unknown."""
         layouts, of_rows, _ = self.whose
         layout = layouts[slot] if of_rows is None and slot < len(layouts) else None
-        if self.documents is not None:
-            own = self.documents.owners(g.shape, layout, g.device)
+        if self.within.documents is not None:
+            own = self.within.documents.owners(g.shape, layout, g.device)
             return check_told(None, self.place, g.shape) if own is None else own  # type: ignore[return-value]  # it raises
-        labels = of_rows if layout is None else layout.rows(g.shape[layout.axis], self.samples or 0, g.device)
+        labels = of_rows if layout is None else layout.rows(g.shape[layout.axis], self.within.samples or 0, g.device)
         if labels is None:  # all entries may be one's own
-            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.samples == 1 else None
+            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.within.samples == 1 else None
         sizes = [-1 if n == (0 if layout is None else layout.axis) else 1 for n in range(g.ndim)]
         return (labels.view(sizes) if labels.ndim == 1 else labels).to(g.device)
 

@@ -196,9 +196,8 @@ class Scaled(Composite):
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
-        if not isinstance(self.factor, Tensor):
-            return self.factor
-        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+        factor = self.factor
+        return factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1)) if isinstance(factor, Tensor) else factor
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values

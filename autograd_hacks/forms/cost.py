@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from math import inf, log2, prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from autograd_hacks.forms.positions import Factor, OneHot, Pair, Windows, is_wri
 TABLE = Path(__file__).with_name("costs.json")
 MAPPED = 32 * 2**20
 """Bytes above which malloc always asks the system for new memory."""
-MOST = 2**12
-"""How many costs are kept."""
 DOUBLE = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of cards with units for float64: P100 to B200."""
 
@@ -66,14 +65,16 @@ def _once(cost: Callable[..., float]) -> Callable[..., float]:
 
     @wraps(cost)
     def kept(pairs: Sequence[Pair], *more: bool) -> float:
-        key = (*more, pairs[0][0].device, *[(type(x), x.key if type(x) is Windows else x.shape) for own in pairs for x in own])
-        if (found := known.get(key)) is None:
-            if len(known) >= MOST:
-                known.clear()
-            found = known[key] = cost(pairs, *more)
-        return found
+        sizes = [_SIZES(x) if type(x) is Windows else (type(x), x.shape) for own in pairs for x in own]
+        key = *more, pairs[0][0].device, *sizes
+        if len(known) > 2**12:
+            known.clear()
+        return known.get(key) or known.setdefault(key, cost(pairs, *more))
 
     return kept
+
+
+_SIZES = attrgetter("x.shape", "kernel", "stride", "padding", "dilation", "counts")
 
 
 @_once

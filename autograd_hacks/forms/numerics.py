@@ -88,6 +88,4 @@ def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def put(rows: Tensor, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """factor · rows, written into ``out`` if given, as `Form.dense` returns them; ``rows`` itself if that is all."""
-    if factor != 1:
-        return torch.mul(rows, factor, out=out)
-    return rows if out is None else out.copy_(rows)
+    return torch.mul(rows, factor, out=out) if factor != 1 else rows if out is None else out.copy_(rows)

@@ -51,72 +51,45 @@ class Plan:
 
     A graph of which one is expected is compared with it along the edges by which nodes were met first."""
 
-    def __init__(self, roots: Sequence[tuple[Node, int]], ends: Collection[Node]) -> None:
-        nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
+    def __init__(self, roots: Sequence[tuple[Node, int]], nodes: list[Any], ends: Collection[Node]) -> None:
         place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        kinds, met = list[Kind](), list[tuple[int, int]]()
-        edges: list[tuple[tuple[int, int] | None, ...]] = []
-        numbers, sizes = dict[int, Any](), dict[int, tuple[Any, ...]]()  # by node; only sizes that don't follow from others
-        find, known, of_leaf = place.get, _BY_TYPE.get, Leaf
+        met, edges = list[tuple[int, int]](), list[tuple[tuple[int, int] | None, ...]]()
         for at, node in enumerate(nodes):  # the list grows
-            kind = type(node)
-            if kind is of_leaf:
-                kinds.append(LEAF)
-                edges.append(())
-                continue
             ahead: list[tuple[int, int] | None] = []
-            if ends and node in ends:
-                own = END
-                sizes[at] = _sizes(node)
-            else:
-                own = known(kind) or kind_of(node)
-                is_known = own.keeps_sizes
-                for edge in node.next_functions:
-                    other = edge[0]
-                    if other is None:
-                        ahead.append(None)
-                        is_known = False
-                        continue
-                    k = find(other)
-                    if k is None:
-                        k = place[other] = len(nodes)
-                        nodes.append(other)
-                        met.append((at, len(ahead)))
-                    ahead.append((k, edge[1]))
-                if own.get is not None:
-                    numbers[at] = own.get(node)
-                if not is_known:
-                    sizes[at] = _sizes(node)
-            kinds.append(own)
+            for other, number in () if ends and node in ends else node.next_functions:
+                if other is not None and other not in place:
+                    place[other] = len(nodes)
+                    nodes.append(other)
+                    met.append((at, len(ahead)))
+                ahead.append(None if other is None else (place[other], number))
             edges.append(tuple(ahead))
-        self.first: list[Any] | None = nodes  # those with which it was made, which are to be taken from it
-        self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
-        self.kinds, self.edges, self.leaves = tuple(kinds), tuple(edges), [k for k, own in enumerate(kinds) if own is LEAF]
-        self._met, self._numbers, self._sizes, self._types = met, numbers, sizes, [*map(type, nodes)]
-        self.graph: tuple[Hashable, ...] = (*self.roots,), self.kinds, self.edges  # without sizes and numbers
-        self._key = self.graph, tuple(numbers.values()), tuple(sizes.values())
-        self._hash = hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._key == other._key
+        types, known = [*map(type, nodes)], _BY_TYPE.get
+        kinds = [LEAF if kind is Leaf else known(kind) or kind_of(node) for node, kind in zip(nodes, types)]
+        for node in ends and place.keys() & ends:
+            kinds[place[node]] = END
+        self.kinds, self.edges, self.roots = tuple(kinds), tuple(edges), [(place[node], number) for node, number in roots]
+        self.leaves = [k for k, kind in enumerate(kinds) if kind is LEAF]
+        # What laws read: saved numbers, and sizes that don't follow from others.
+        numbers = {k: kind.get(nodes[k]) for k, kind in enumerate(kinds) if kind.get is not None}
+        unknown = (k for k, kind in enumerate(kinds) if kind is not LEAF and (not kind.keeps_sizes or None in edges[k]))
+        sizes = {k: _sizes(nodes[k]) for k in unknown}
+        self.graph: tuple[Hashable, ...] = (*self.roots,), self.kinds, self.edges
+        self.key: tuple[Hashable, ...] = *self.graph, tuple(numbers.values()), tuple(sizes.values())
+        self._types, self._met, self._numbers, self._sizes = types, met, numbers, sizes
 
     @cached_property
     def _expected(self) -> tuple[Any, ...]:
-        """How many edges each node has, their nodes and numbers, the nodes at which the graph ends, how numbers are read,
-        all shapes, and whether nodes' types tell their kinds."""
+        """How many edges each node has, their nodes and numbers, the nodes at which the graph ends, all shapes, and whether
+        nodes' types tell their kinds."""
         flat = [(-1, 0) if edge is None else edge for ahead in self.edges for edge in ahead]
-        counts, targets, numbers = [*map(len, self.edges)], [k for k, _ in flat], [number for _, number in flat]
-        gets = [(kind.get, k) for k, kind in enumerate(self.kinds) if kind.get is not None]
         at_end = [k for k, kind in enumerate(self.kinds) if kind is END]
         shapes = [[*shape] for outs in self._sizes.values() for shape in outs]
-        return counts, targets, numbers, at_end, gets, shapes, {*self._types} <= {Leaf, *_BY_TYPE}
+        are_told = {*self._types} <= {Leaf, *_BY_TYPE}
+        return [*map(len, self.edges)], [k for k, _ in flat], [number for _, number in flat], at_end, shapes, are_told
 
     def nodes(self, roots: Sequence[tuple[Node, int]], ends: Collection[Node]) -> list[Any] | None:
         """The nodes of an equal graph; None if it is another one."""
-        counts, targets, numbers, at_end, gets, shapes, are_told = self._expected
+        counts, targets, numbers, at_end, shapes, are_told = self._expected
         nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
         edges, add = [node.next_functions for node in nodes], nodes.append
         try:
@@ -128,7 +101,7 @@ class Plan:
         for k in at_end:
             edges[k] = ()
         flat = [*chain.from_iterable(edges)]
-        is_alike = (
+        is_equal = (
             are_told
             and [*map(type, nodes)] == self._types
             and [*map(len, edges)] == counts
@@ -137,14 +110,12 @@ class Plan:
             and len({*nodes}) == len(nodes)
             and [(nodes.index(node), number) for node, number in roots] == self.roots
             and ([k for k, node in enumerate(nodes) if node in ends] if ends else []) == at_end
+            and [self.kinds[k].get(nodes[k]) for k in self._numbers] == [*self._numbers.values()]  # type: ignore[misc]
+            and [*map(len, outputs := [nodes[k]._input_metadata for k in self._sizes])] == [*map(len, self._sizes.values())]
+            and not any(map(_IS_NESTED, chain.from_iterable(outputs)))
+            and [*map(_SHAPE, chain.from_iterable(outputs))] == shapes
         )
-        if not is_alike or [get(nodes[k]) for get, k in gets] != [*self._numbers.values()]:
-            return None
-        outputs = [nodes[k]._input_metadata for k in self._sizes]
-        is_as_large = [*map(len, outputs)] == [*map(len, self._sizes.values())]
-        if not is_as_large or any(map(_IS_NESTED, chain.from_iterable(outputs))):
-            return None
-        return nodes if [*map(_SHAPE, chain.from_iterable(outputs))] == shapes else None
+        return nodes if is_equal else None
 
 
 _FIRST, _SECOND, _IS_NESTED, _SHAPE = itemgetter(0), itemgetter(1), attrgetter("is_nested_tensor"), attrgetter("shape")
@@ -168,19 +139,18 @@ class Trace:
         ends: Collection[Node] = (),
         plan: Plan | None = None,
     ) -> None:
-        nodes = None if plan is None else plan.nodes(roots, ends)
-        if plan is None or nodes is None:
-            plan = Plan(roots, ends)
-            nodes, plan.first = plan.first, None
+        found = None if plan is None else plan.nodes(roots, ends)
+        nodes: list[Any] = found or list(dict.fromkeys([node for node, _ in roots]))
+        self.plan = plan = plan if plan is not None and found else Plan(roots, nodes, ends)
         variables: list[Tensor] = [nodes[k].variable for k in plan.leaves]
         sizes, address = tuple([x.shape for x in variables]), [*map(id, variables)]
         # Those that are parameters, of this model or of one that it hides.
         are_fixed = [at in parameters or isinstance(x, Parameter) for at, x in zip(address, variables)]
         self.number: Mapping[Any, int] = dict(zip(nodes, range(len(nodes))))
-        self.plan, self.nodes, self.kinds, self.edges, self.roots = plan, nodes, plan.kinds, plan.edges, plan.roots
+        self.nodes, self.kinds, self.edges, self.roots = nodes, plan.kinds, plan.edges, plan.roots
         self.parameters, self.ends, self.leaves, self.variables = parameters, ends, plan.leaves, variables
         self.fixed = [*compress(plan.leaves, are_fixed)]
-        self.key: tuple[Hashable, ...] = plan, (*self.fixed, *compress(address, are_fixed)), sizes
+        self.key: tuple[Hashable, ...] = plan.key, (*self.fixed, *compress(address, are_fixed)), sizes
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:

@@ -247,8 +247,7 @@ def received_by(forms: Sequence[Form], found: Iterable[tuple[Use, OutputGrads, f
             length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * grads.first.abs().max()
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
         inputs = [x for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
-        for x in inputs:
-            length += lost * (x.abs().max().clamp(min=1).double() if x.numel() else 1)
+        length += sum(lost * (x.abs().max().clamp(min=1).double() if x.numel() else 1) for x in inputs)
     return length
 
 

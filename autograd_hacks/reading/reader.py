@@ -224,9 +224,9 @@ class Reader:
         A parameter that the forward uses once gets its gradient from one node, or through nodes that pass it on to it alone
         (casts of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
-        made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
+        made, within = dict[tuple[int, bool, int], list[tuple[int, str | int]]](), self.ran.within
         for leaf, name in self.ran.leaves.items():
-            is_compared = leaf in self.number and self.ran.within.trusts(name)
+            is_compared = leaf in self.number and name in (within.compared or ()) and name not in within.unsure
             for link in self._path_to(self.number[leaf], name, read, found.inside) if is_compared else ():
                 made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
         return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
@@ -342,7 +342,7 @@ class Reader:
             uses.append(ValueUse(place, shape_of(value), own, way))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         ids, node = frozenset([id(self.ran.parameters[name]) for name in every]), nodes[k]
-        return Planned(node.name(), len(made(node)), tuple(uses), every, whose, ids, is_users(node))
+        return Planned(node.name(), len(made(node)), tuple(uses), every, every, whose, ids, is_users(node))
 
     def follow(self, found: Read) -> None:
         """Writes what was found into this forward."""
@@ -391,9 +391,7 @@ def rows_of(label: Owned, shape: Sequence[int], samples: int) -> Tensor | None:
     at = entries(label, shape, samples)
     flat = at.flatten(1) if at.ndim > 1 else at[:, None]
     rows = flat.amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
-    if not bool(((flat == rows[:, None]) | (flat < 0)).all()):
-        return None
-    return rows.expand(shape[0]).clamp(min=0)
+    return rows.expand(shape[0]).clamp(min=0) if bool(((flat == rows[:, None]) | (flat < 0)).all()) else None
 
 
 def agree(label: Label, expected: Label, shape: Sequence[int], samples: int) -> bool:

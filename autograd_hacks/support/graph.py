@@ -123,9 +123,7 @@ def raw_names(kind: type) -> tuple[str, ...]:
 
 @cache
 def _raws_of(kind: type) -> Callable[[Any], Sequence[Any]]:
-    """Reads all of them at once."""
-    names = raw_names(kind)
-    return attrgetter(*names) if len(names) > 1 else lambda node: [getattr(node, name) for name in names]
+    return attrgetter(*raw_names(kind), "next_functions", "next_functions")  # of two names it makes a tuple
 
 
 def _raws(node: Any, attribute: str) -> Sequence[Any]:
@@ -172,7 +170,8 @@ def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
     raw, name = getattr(node, RAW + name, None), spelt(node.__class__, name)
     if isinstance(raw, tuple | list):  # an index of several axes
-        return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
+        is_packed = any(getattr(own, "unpack_hook", None) is not None for own in raw)
+        return [_unpacked(own) for own in raw] if is_packed else getattr(node, SAVED + name)
     return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)
 
 
@@ -191,22 +190,18 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
     names: by the node's name"""
     own = names.get(node.name(), ())
-    if not own or any(is_packed_by_hooks(node, name) for name in own):
+    if [name for name in own if getattr(node, RAW + name).unpack_hook is not None]:
         return {}
     found = {name: getattr(node, SAVED + name).detach() for name in own}
-    return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
+    return {} if [x for x in found.values() if x.dtype.itemsize < 4] else found
 
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    raws = [own for raw in _raws_of(node.__class__)(node) for own in (raw if type(raw) in (tuple, list) else (raw,))]
+    every = _raws_of(node.__class__)(node)[:-2]
+    raws = [own for raw in every for own in (raw if type(raw) in (tuple, list) else (raw,))]
     hooks = [hook for raw in raws if raw is not None and (hook := raw.unpack_hook) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
-
-
-def is_packed_by_hooks(node: Any, name: str) -> bool:
-    """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
-    return any(getattr(own, "unpack_hook", None) is not None for own in _raws(node, RAW + name))
 
 
 def is_recomputed(node: Any, *names: str) -> bool:

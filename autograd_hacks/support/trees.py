@@ -232,18 +232,16 @@ class Tree:
     def kept(self) -> list[Any]:
         """The tensors that modules keep in attributes of their own, and the collections that may hold some."""
         own, found = [*map(vars, self._modules)], list[Any]()
-        if self._counts != [*map(len, own)] or not all([name in own[n] for n, name, _ in self._attributes]):
+        if self._counts != [*map(len, own)] or [n for n, name, _ in self._attributes if name not in own[n]]:
             self._counts = [*map(len, own)]
             self._attributes = [(n, name, None) for n, each in enumerate(own) for name in sorted(each.keys() - OF_MODULE)]
-        for at, (n, name, known) in enumerate(self._attributes):
-            value = own[n][name]
-            if type(value) in SIMPLE or (value is known and known is not None):
-                continue
+        every = [(at, own[n][name], known) for at, (n, name, known) in enumerate(self._attributes)]
+        for at, value in [(at, value) for at, value, known in every if type(value) not in SIMPLE and value is not known]:
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
             if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:
                 found.append(value)
             elif type(value) is tuple:
-                self._attributes[at] = n, name, value  # most are sizes
+                self._attributes[at] = *self._attributes[at][:2], value  # most are sizes
         return found
 
 

@@ -2,7 +2,7 @@
 
 Imports from the library only what is judged."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ class Judged:
     rows: float = 0.0
 
 
-_LAST = list[Any]()
+PLANS: deque[Any] = deque(maxlen=2)
 
 
 def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Sequence[Tensor] = ()) -> tuple[Trace, Memory]:
@@ -47,11 +47,9 @@ def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Seq
     held = [] if model is None else [*model.parameters(), *model.buffers()]
     roots, fixed = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)], {id(x) for x in held}
     trace = Trace(roots, fixed)
-    for plan in (*_LAST, trace.plan):  # found along a graph that may be another one, or along an equal one, it is the same
-        again = Trace(roots, fixed, (), plan)
-        assert (again.key, again.nodes, again.number) == (trace.key, trace.nodes, trace.number)
-    _LAST[:] = [trace.plan]
-    own = {*map(memory_of, held)}
+    PLANS.append(trace.plan)
+    again, own = [Trace(roots, fixed, (), plan) for plan in PLANS], {*map(memory_of, held)}
+    assert all((one.key, one.nodes) == (trace.key, trace.nodes) for one in again)  # found along another, it is the same
     return trace, Memory(lambda x: memory_of(x) in own, {*map(memory_of, given)})
 
 
