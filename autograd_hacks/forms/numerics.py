@@ -26,7 +26,7 @@ def row_norms(rows: Tensor) -> Tensor:
     if rows.dtype == torch.float32 and not rows.is_mps and (rows.numel() <= SMALL or not looks_free(rows)):
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=1)
-    if rows.is_meta or not len(rows):
+    if rows.is_meta or not rows.shape[0]:
         return norms
     # Squares may have overflowed to ∞, or be so small that they have lost digits.
     info, found = torch.finfo(norms.dtype), norms.detach()

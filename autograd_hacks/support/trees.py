@@ -30,7 +30,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     kind = type(tree)
     if kind is tuple or kind is list or kind is dict:  # torch's functions take twice as long, and more
-        return [x for part in (tree.values() if kind is dict else tree) for x in tensors_of(part)]
+        return [
+            x for part in (tree.values() if kind is dict else tree) if type(part) not in SIMPLE for x in tensors_of(part)
+        ]
     if isinstance(tree, _CLOSED):
         return [tree.data] if is_packed(tree) else []
     leaves = tree_leaves(tree, is_packed)
