@@ -242,7 +242,7 @@ class NodeUse(Use):
         return kept
 
     def _met(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, Any, Met] | None:
-        """The node's formulas, and what they get but for the value; None if no formula covers the node."""
+        """The node's formulas, and what they get except for the value; None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
         formula, by_owners = NODES.get(self.known.node), BY_OWNERS.get(self.known.node)
         (layouts, labels, _), within = self.whose, self.within
