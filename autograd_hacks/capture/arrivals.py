@@ -102,7 +102,7 @@ class AtOutput:
             return
         if grad is not None and grad.shape != self.shape:
             grad = grad.reshape(self.shape)
-        if grad is None or not self.receiver.take(call, grad):
+        if grad is None or not self.receiver.take(call, (grad,)):
             node = current_node() if torch.is_grad_enabled() else None
             self.receiver.receive(call, self.slot, (grad,), node, self)
             if keeps_graph():
@@ -144,7 +144,8 @@ class AtNode:
         self.receiver, self.use = receiver, use
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        self.receiver.receive(self.use, 0, grads, current_node(), self)
+        if not ([g for g in grads if g is not None] and self.receiver.take(self.use, grads, self)):
+            self.receiver.receive(self.use, 0, grads, current_node(), self)
 
 
 class AtParameter:
@@ -162,10 +163,10 @@ class AtParameter:
         return heard_by.arrive(at, grad)
 
 
-def may_skip(parameter: Tensor) -> bool:
-    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model."""
-    before, after = hooks_before(parameter), hooks_after(parameter)
-    return (before is None or len(before) <= 1) and (after is None or len(after) <= 1)  # one is this library's own
+def may_skip(parameters: Sequence[Tensor]) -> list[bool]:
+    """Whether nothing else needs a parameter's gradient, such as a user's hook or another hooked model, for each one."""
+    hooks = zip(map(hooks_before, parameters), map(hooks_after, parameters))  # one is this library's own
+    return [(before is None or len(before) < 2) and (after is None or len(after) < 2) for before, after in hooks]
 
 
 def put_on(node: Node, hook: AtOutput | AtNode) -> None:

@@ -25,7 +25,6 @@ from autograd_hacks.capture.arrivals import (
     own_hook,
     reach_of,
 )
-from autograd_hacks.capture.calls import LayerCall
 from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.records import NO_GRAD, Pass, Record
 from autograd_hacks.capture.uses import NodeUse, OutputGrads, Use
@@ -35,6 +34,7 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import (
     call_at_end,
+    current_node,
     dispatch_modes,
     is_batched,
     is_transformed,
@@ -103,23 +103,22 @@ class Backward:
 
     def watch(self, parameter: Tensor) -> None:
         """Puts a hook on the parameter, which sees every gradient that arrives there."""
-        if parameter not in self.watched and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
+        handles = self.watched.get(parameter)
+        if handles is None and not is_lazy(parameter) and parameter.is_leaf and parameter.requires_grad:
             # A weak reference: torch holds a parameter's hooks in C++, where no garbage collector looks.
-            self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
-        self._watch_behind(parameter)
+            handles = self.watched[parameter] = (own_hook(parameter.register_hook(AtParameter(self, parameter))),)
+        if (
+            self.is_behind and handles is not None and len(handles) == 1 and parameter.requires_grad
+        ):  # it may be frozen by now
+            hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
+            self.watched[parameter] = (*handles, own_hook(hook))
 
     def watch_behind(self) -> None:
         """Puts hooks on parameters that run after ``.grad`` is set, if something must be done there."""
         if not self.is_behind:
             self.is_behind = True
             for parameter in list(self.watched.keys()):
-                self._watch_behind(parameter)
-
-    def _watch_behind(self, parameter: Tensor) -> None:
-        can_have = self.is_behind and parameter.requires_grad  # it may be frozen by now
-        if can_have and (handles := self.watched.get(parameter)) is not None and len(handles) == 1:
-            hook = parameter.register_post_accumulate_grad_hook(partial(_accumulated, weakref.ref(self)))
-            self.watched[parameter] = (*handles, own_hook(hook))
+                self.watch(parameter)
 
     def has_new_hooks(self) -> bool:
         """Whether hooks were registered since the last forward had ended, and weren't looked for yet."""
@@ -190,22 +189,22 @@ class Backward:
             name, left, state = self._left
             current.adds_to_left = (p := left()) is not None and state == self.record.state_of_grad(name, p)
 
-    def take(self, call: LayerCall, grad: Tensor) -> bool:
-        """Files a gradient at a usual call's output, if nothing is left to decide.  Returns whether that is so."""
-        if not call.is_plain:
-            return False
-        known, within = call.known, call.within
-        current, calls = self._usual_in(within), within.facts.calls
-        if current is None or calls is None or calls[call.number] is None or not within.leaves.keys() >= known.ids:
-            return False
-        if call in current.received:  # a graph that a pass made led here, too
-            return False
-        grad = grad.detach() if grad.requires_grad else grad
-        current.received[call] = found = OutputGrads([grad], [version_of(grad)], known.locals)
-        if not current.told_by:
-            current.told_by[call] = found
+    def take(self, use: Any, grads: Sequence[Tensor | None], hook: AtNode | None = None) -> bool:
+        """Files the gradients at a usual use, if nothing is left to decide.  Returns whether that is so.
+
+        hook: the one that has them, if it is a node's"""
+        current, known = self._usual_in(use.within) if use.is_plain else None, use.known
+        if current is None or use in current.received or not use.within.leaves.keys() >= known.ids:
+            return False  # it is there if a graph that a pass made led here, too
+        grads = [g.detach() if g is not None and g.requires_grad else g for g in grads]
+        current.received[use] = found = OutputGrads(grads, [0 if g is None else version_of(g) for g in grads], known.locals)
         for name in known.names:
-            current.calls_of.setdefault(name, []).append(call)
+            current.calls_of.setdefault(name, []).append(use)
+        if hook is not None:
+            current.hooks.append(weakref.ref(hook))
+            found.keep(self._taken(use, current_node(), grads, known.locals))
+        if hook is not None or not current.told_by:
+            current.told_by[use] = found
         return True
 
     def _usual_in(self, within: Within) -> Pass | None:
@@ -257,7 +256,7 @@ class Backward:
         if not self.hears() or is_transformed() or any(g is not None and is_batched(g) for g in grads):
             return  # of is_grads_batched=True: many passes in one
         makes_graph = torch.is_grad_enabled()
-        if isinstance(use, NodeUse) and use.samples == 1 and not makes_graph:
+        if isinstance(use, NodeUse) and use.within.samples == 1 and not makes_graph:
             # A parameter may take a view of this memory for its .grad, to which later passes add.
             grads = [None if g is None else g.clone() for g in grads]
         runs_modules = isinstance(use, NodeUse) and node is not None and is_users(node)
@@ -289,21 +288,14 @@ class Backward:
 
     def _taken(self, use: NodeUse, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]) -> Any:
         """The forms of a node's values, or the exception to raise when they are read."""
-        given, is_on = [g for g in grads if g is not None], torch.is_grad_enabled()
         try:
-            # Layers may run here: of a user's Function, called for each sample, or of a checkpoint, for what a node saved.
-            with Switch.paused_here(), torch.set_grad_enabled(is_on), without_autocast(given):
+            with without_autocast([g for g in grads if g is not None]):
                 return use.take(node, grads, reached)
         except Exception as error:  # the user's own pass must continue
             return error
 
     def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
         """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
-        leaves = use.within.leaves
-        if not makes_graph and use.edges and all(id(edge.parameter) in leaves for edge in use.edges.values()):
-            current = self._usual_in(use.within)
-            if current is not None:
-                return current, use.edges
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
         found = ((local, reach_of(edge.node)) for local, edge in use.edges.items())
         ways = {local: way for local, way in found if way}
@@ -391,7 +383,7 @@ class Backward:
         # The library's own passes request them only to leave .grad alone, and don't use them.
         if self.wants_grad or current_task() in ANNOUNCED:
             return
-        if any(p in self.record.names and may_skip(p) for p in parameters):
+        if any(may_skip([p for p in parameters if p in self.record.names])):
             raise ParamGradSkipped(
                 "torch.autograd.grad: parameters' gradients were requested, but add_hooks(param_grad=False) turns them off. "
                 "Take the gradients from per_sample_grads(model).weighted_sum(w), or hook the model with "

@@ -77,7 +77,7 @@ class LayerCall(Use, Call):
 
     def forget(self) -> None:
         """Frees what was kept for the rule, because rows come from where the output meets the batch."""
-        self.edges, self.args, self.kwargs, self.versions, self.outputs = {}, (), {}, [], ()
+        self.edges, self.args, self.kwargs, self.versions, self.outputs, self.is_plain = {}, (), {}, [], (), False
 
     def forms_at_once(self, grads: OutputGrads) -> Mapping[str, Form] | None:
         """The forms of its parameters by their names in the layer, or None if there is more to decide or to check."""
@@ -95,7 +95,8 @@ class LayerCall(Use, Call):
         if not (is_usual and is_as_noted) or (x.dtype is not dtype and x.is_floating_point()):
             return None
         layer = known.settings.put_back(known.layer)
-        return self._by_formula(LayerCall(**{**self.__dict__, "layer": layer, "grads": (grad,)}), known.locals, samples)
+        forms = self._by_formula(LayerCall(**{**self.__dict__, "layer": layer, "grads": (grad,)}), known.locals, samples)
+        return {local: forms[local] for local in known.locals}
 
     def _shape_of(self, name: str, value: Tensor) -> torch.Size:
         return self.known.held.get(name, value).shape
@@ -116,27 +117,27 @@ class LayerCall(Use, Call):
 
     def _forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         rule, (layouts, labels, _) = self.known.rule, self.whose
-        layout = layouts[0] if self.samples is not None and layouts else None
+        layout = layouts[0] if self.within.samples is not None and layouts else None
         if rule_for(self.layer) is not rule:  # nobody has compared what the other one gives
             raise UnsupportedLayer(f"{self.place}: its rule was replaced or removed after the forward pass. Repeat the step")
-        if self.documents is not None:
+        if self.within.documents is not None:
             features = None if rule.features is None else rule.features(self.layer)
             shape = grads.first.shape
-            found = None if features is None or labels is not None else self.documents.layout(shape, layout, features)
+            found = None if features is None or labels is not None else self.within.documents.layout(shape, layout, features)
             by_position = check_told(found, self.place, shape)
-            forms = self._by_rule(grads, by_position if by_position.fold else None, self.documents.ids.numel())
-            return {name: self.documents.rows(form) for name, form in forms.items()}
+            forms = self._by_rule(grads, by_position if by_position.fold else None, self.within.documents.ids.numel())
+            return {name: self.within.documents.rows(form) for name, form in forms.items()}
         if labels is not None:
             forms = self._by_rule(grads, None, len(labels))
-            return {name: gathered(form, labels, self.samples or 0) for name, form in forms.items()}
+            return {name: gathered(form, labels, self.within.samples or 0) for name, form in forms.items()}
         if rule.features is not None and layout is not None:
-            return self._by_rule(grads, layout if layout.axis or layout.fold else None, self.samples or 0)
+            return self._by_rule(grads, layout if layout.axis or layout.fold else None, self.within.samples or 0)
         rows = self._rows(grads)
         forms = self._by_rule(grads, None, rows)
         if layout is None or not layout.fold:
             return forms
-        labels = layout.rows(rows, self.samples or 0, grads.first.device)
-        return {name: Grouping(form, labels, self.samples or 0) for name, form in forms.items()}
+        labels = layout.rows(rows, self.within.samples or 0, grads.first.device)
+        return {name: Grouping(form, labels, self.within.samples or 0) for name, form in forms.items()}
 
     def _by_rule(self, grads: OutputGrads, layout: Layout | None, rows: int) -> Mapping[str, Form]:
         """The forms that the layer's rule returns.

@@ -298,9 +298,8 @@ class Hooked(Shown):
             return Table(f"<hooks of a {kind}, {'off' if self._resting is not None else 'removed'}>")
         layers, batch_dim, wanted = len(recorder.layers), recorder.kinds.batch_dim, recorder.backward.wants_grad
         title = f"<hooks of a {kind}: {layers} modules, batch_dim={batch_dim!r}, param_grad={wanted}>"
-        rows = [("setting", "value"), ("modules", str(layers))]
-        for what, own in (("trained", True), ("frozen", False)):
-            rows.append((what, _counted([p for p in self._model.parameters() if p.requires_grad == own])))
+        trained, frozen = ([p for p in self._model.parameters() if p.requires_grad == own] for own in (True, False))
+        rows = [("setting", "value"), ("modules", str(layers)), ("trained", _counted(trained)), ("frozen", _counted(frozen))]
         if left_out := recorder.record.left_out:
             rows.append(("left out", _counted([p for n, p in self._model.named_parameters() if n in left_out])))
         rows += [("batch_dim", repr(batch_dim)), ("param_grad", str(wanted)), *recorder.record.cells()]

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.memo import Memo
+from autograd_hacks.graph.trace import Plan
 from autograd_hacks.probe.batch import Batch, BatchDim
 from autograd_hacks.probe.documents import Documents
 from autograd_hacks.probe.known_tapes import Tapes
@@ -47,6 +48,7 @@ class Kind:
     """
 
     hypothesis: Any = None  # where the samples were in the last forward, to be tried first
+    plan: Plan | None = None  # of the last forward's graph, if it was one of before
     derives: bool | None = None  # whether passes made graphs; None before the first pass
     pending: bool = True  # whether the next forward must be shown to be independent
     is_independent: bool = False  # whether outputs were shown not to depend on other samples' values
@@ -118,10 +120,6 @@ class Within:
     def is_new(self, name: str) -> bool:
         """Whether a parameter's rows are to be compared for the first time."""
         return self.compared is not None and name not in self.compared and name not in self.unsure
-
-    def trusts(self, name: str) -> bool:
-        """Whether a parameter's rows need not be compared with gradient."""
-        return name not in self.unsure and (self.compared is None or name in self.compared)
 
     @property
     def outputs(self) -> Layouts:

@@ -70,7 +70,8 @@ def meet(backward: Backward, ran: Ran) -> None:
     What an older node took, as for a weight that a module keeps, is also an earlier forward's.
     """
     within = ran.within
-    compared = [p for name, p in ran.parameters.items() if within.trusts(name)]
+    names = (ran.parameters.keys() if within.compared is None else within.compared) - within.unsure
+    compared = [p for name, p in ran.parameters.items() if name in names]
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
     if within.facts.calls is None or not (compared and is_usual):
         return
@@ -173,7 +174,7 @@ def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
     first, is_only = met[0].made if len(met) == 1 else (), len(met) == 1
     uses, takers, skippable = met[0][2:] if is_only else (frozenset().union(*sets) for sets in list(zip(*met))[2:])
     nodes, inputs = list(dict.fromkeys(roots)), list[GradientEdge]()
-    seen, taken, others = set(nodes), dict[Any, None](), dict[Any, None]()
+    seen, taken, others = dict.fromkeys(nodes), dict[Any, None](), dict[Any, None]()
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
     for node in nodes:  # the list grows
         number = sequence_number(node)
@@ -187,7 +188,7 @@ def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
                 if within < 0 or not is_only:
                     entered.add((within, ahead))
                 if ahead not in seen:
-                    seen.add(ahead)
+                    seen[ahead] = None
                     nodes.append(ahead)
     for before, node in entered:
         within = _of(met, number := sequence_number(node))
@@ -195,7 +196,8 @@ def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
             return None
     if CHECKPOINT in {kind.__name__ for kind in set(map(type, nodes))}:
         return None
-    skipped = {leaf for leaf in taken if leaf in skippable and leaf not in others and may_skip(leaf.variable)}
+    own = [leaf for leaf in taken if leaf in skippable and leaf not in others]
+    skipped = {*compress(own, may_skip([leaf.variable for leaf in own]))}
     inputs += [GradientEdge(leaf, 0) for leaf in {**taken, **others} if leaf not in skipped]
     return Asked(frozenset(skipped), inputs) if skipped else None
 

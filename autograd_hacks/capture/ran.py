@@ -77,8 +77,8 @@ class Ran:
         """The graph behind some values.  It ends at uses of earlier forwards, which these have found.
 
         A state leads there that something else than an argument holds, such as a cache."""
-        parameters = {id(p) for p in self.parameters.values()}
-        trace = Trace(roots, parameters, self.ends)
+        parameters = {*map(id, self.parameters.values())}
+        trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
         if self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began:
             self.ends |= {
                 node
@@ -90,14 +90,15 @@ class Ran:
                 and use.edges
                 and use.within is not self.within
             }
-            trace = Trace(roots, parameters, self.ends)
+            trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
         return trace
 
     @cached_property
     def leaves(self) -> dict[Node, str]:
         """The parameters' names, by the node at which each ends the graph."""
-        names, trace = {id(p): name for name, p in self.parameters.items()}, self.trace
-        return {trace.nodes[k]: names[id(x)] for k, x in zip(trace.leaves, trace.variables) if id(x) in names}
+        trace, names = self.trace, dict(zip(map(id, self.parameters.values()), self.parameters))
+        ends = zip(map(trace.nodes.__getitem__, trace.leaves), map(id, trace.variables))
+        return {leaf: names[at] for leaf, at in ends if at in names}
 
     @cached_property
     def leaf_of(self) -> dict[str, Any]:
@@ -138,10 +139,17 @@ class Ran:
     def attach(self) -> None:
         """Sends the gradients at the uses' nodes to the receiver."""
         for node, plan in self.uses.items():
-            edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.names}
+            edges = {name: Edge(name, (leaf := self.leaf_of[name]).variable, leaf) for name in plan.locals}
             for edge in edges.values():
                 self.receiver.watch(edge.parameter)  # it may be new since `add_hooks`
-            own = NodeUse(plan=plan, edges=edges, slots=plan.slots, within=self.within, whose=plan.whose)
+            own = NodeUse(
+                known=plan,
+                edges=edges,
+                slots=plan.slots,
+                within=self.within,
+                whose=plan.whose,
+                is_plain=not plan.is_users and self.within.samples != 1,
+            )
             put_on(node, AtNode(own, self.receiver))
 
     def watch(self, slots: Sequence[int], why: str) -> None:

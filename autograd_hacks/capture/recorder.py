@@ -33,7 +33,6 @@ from autograd_hacks.support.layout import Layout, is_time_first
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
-    SIMPLE,
     Tree,
     made_by,
     modules_of,
@@ -283,15 +282,9 @@ def _kept_by(tree: Tree, outputs: Sequence[Tensor], began: int) -> list[Tensor]:
     """Tensors that a forward has left in attributes of modules, for a loss to read: outputs that it doesn't return.
 
     began: the number of the first node that it could make"""
-    found = dict[int, Tensor]()
-    for value in tree.kept():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:  # most are sizes
-            own = tensors_of(value)
-            found |= {id(x): x for x in own if x.grad_fn is not None and sequence_number(x.grad_fn) >= began}
-    for x in outputs:
-        found.pop(id(x), None)
-    return [x for x in found.values() if not x.is_nested]
+    known = {*map(id, outputs)}
+    found = {id(x): x for value in tree.kept() for x in tensors_of(value) if id(x) not in known and not x.is_nested}
+    return [x for x in found.values() if x.grad_fn is not None and sequence_number(x.grad_fn) >= began]
 
 
 def _places(model: nn.Module, ran: Ran) -> Sequence[Any]:

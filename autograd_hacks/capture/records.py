@@ -199,7 +199,7 @@ class Segment:
         """The number of samples, if all calls and losses agree.  Else raises BatchSizeError, which lists all numbers."""
         told = list[int]()
         for recorded in self.passes:
-            if recorded.is_hess and any(call.documents is not None for call in recorded.told_by):
+            if recorded.is_hess and any(call.within.documents is not None for call in recorded.told_by):
                 raise BatchSizeError(
                     f"{recorded.losses and recorded.losses.what} gives rows of samples' entries, but "
                     "add_hooks(segments=...) asks for rows of documents. Call add_hooks(model) without segments before the "
@@ -212,7 +212,9 @@ class Segment:
             every = (pair for recorded in self.passes for pair in reversed(recorded.received.items()))
             counts = [(use, use.batch_size(grads)) for use, grads in every]
             count, is_same = counts[0][1], len({size for _, size in counts}) == 1
-            if is_same and all(use.documents is not None and not use.documents.is_of_tokens for use, _ in counts):
+            if is_same and all(
+                use.within.documents is not None and not use.within.documents.is_of_tokens for use, _ in counts
+            ):
                 raise BatchSizeError(
                     f"backward was given {next(size for size in sizes.values() if size != count)} losses, but the batch "
                     f"packs {count} documents; expected {count} losses, one for each document (segments=...), in the "
@@ -373,12 +375,14 @@ class Record:
 
     def own_among(self, tensors: Iterable[Tensor], *more: ByTensor[str]) -> list[Tensor]:
         """Those that are the model's parameters.  more: or among these"""
-        gathered = set(map(id, self.gathered.values()))
-        return [x for x in tensors if id(x) in gathered or any(x in own for own in (self.names, *more))]
+        tensors, gathered = [*tensors], set(map(id, self.gathered.values()))
+        found = map(any, zip(*[own.of(tensors) for own in (self.names, *more)]))
+        return [x for x, is_own in zip(tensors, found) if is_own or (gathered and id(x) in gathered)]
 
     def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
-        return {name: self.gathered.get(name, p) for name, p in self.asked(dict(parameters)).items()}
+        asked = self.asked(dict(parameters))
+        return asked | {name: x for name, x in self.gathered.items() if name in asked}
 
     def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
         """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""
@@ -404,8 +408,3 @@ class Record:
         if name is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"
         return name
-
-    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """`name_of` parameters, most of which are the model's."""
-        parameters = [*parameters]
-        return [name or self.name_of(p) for name, p in zip(self.names.of(parameters), parameters)]

@@ -118,7 +118,7 @@ def put_around_all(model: nn.Module, recorder: Recorder) -> None:
     modules = recorder.tree.modules() if COMPILER in sys.modules else ()
     wrapped = {kind for kind in set(map(type, modules)) if _is_wrapped(kind)}
     for module in modules:
-        own = vars(module)
+        own = module.__dict__
         if ("forward" in own or "_compiled_call_impl" in own or type(module) in wrapped) and (
             not isinstance(module._compiled_call_impl, Uncompiled | None) or _is_wrapped(module)
         ):

@@ -17,12 +17,12 @@ from autograd_hacks.errors import A_BATCH, SamplesMixed, UnseenGradient
 from autograd_hacks.forms import Dense, Form, Zero, add, gathered
 from autograd_hacks.formulas.met import Kept, Met
 from autograd_hacks.formulas.table import BY_OWNERS, NODES
-from autograd_hacks.probe.documents import Documents, check_told
+from autograd_hacks.probe.documents import check_told
 from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import by_node, carried_back
-from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_of
+from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_among
 
 
 class Edge(NamedTuple):
@@ -67,21 +67,13 @@ class Use:
 
     edges: Mapping[str, Edge]  # the trainable parameters whose rows it gives, by their names in the use
     slots: int  # how many tensors it made
+    known: Any  # what stays the same from forward to forward
     within: Within = field(repr=False)
     whose: Whose
     is_own: bool = True  # False if the layer was called by itself or by another model
     versions: Versions = field(default_factory=list)  # of its arguments
     is_first: bool = True  # whether no other forward hook ran before ours
     precision: torch.dtype | None = None  # autocast's dtype
-
-    @property
-    def samples(self) -> int | None:
-        """N, if it is known."""
-        return self.within.samples
-
-    @property
-    def documents(self) -> Documents | None:
-        return self.within.documents
 
     @property
     def why_refused(self) -> str:
@@ -101,9 +93,9 @@ class Use:
 
     def batch_size(self, grads: OutputGrads) -> int:
         """The number of samples: as the model's arguments show, or else the number of rows."""
-        if self.documents is not None:
-            return self.documents.losses
-        return self._rows(grads) if self.samples is None else self.samples
+        if self.within.documents is not None:
+            return self.within.documents.losses
+        return self._rows(grads) if self.within.samples is None else self.within.samples
 
     def _rows(self, grads: OutputGrads) -> int:
         return 0
@@ -113,12 +105,14 @@ class Use:
 
     def forms(self, grads: OutputGrads) -> Mapping[str, Form]:
         """{name in the use: form} for the parameters that a pass has reached, with a row for each sample."""
-        if self.samples is not None and (self.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))):
+        if self.within.samples is not None and (
+            self.within.samples == 0 or (self.whose.is_unseen and self._is_silent(grads))
+        ):
             edges = {local: self.edges[local].parameter.detach() for local in grads.reached}
-            rows = self.samples if self.documents is None else self.documents.count
+            rows = self.within.samples if self.within.documents is None else self.within.documents.count
             return {local: Zero(rows, p.shape, p) for local, p in edges.items()}
-        if self.documents is not None:
-            self.documents.check_padding(grads.at, self.place)
+        if self.within.documents is not None:
+            self.within.documents.check_padding(grads.at, self.place)
         return self._forms(grads)
 
     def _is_silent(self, grads: OutputGrads) -> bool:
@@ -145,7 +139,7 @@ def ready(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _coarsest(dtypes: Set[torch.dtype]) -> torch.dtype | None:
     """The one of the lowest precision."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if len(floating) > 1 else next(iter(floating), None)
+    return max(floating, key=lambda dtype: torch.finfo(dtype).eps) if floating[1:] else floating[0] if floating else None
 
 
 class ValueUse(NamedTuple):
@@ -163,8 +157,11 @@ class Planned(NamedTuple):
     node: str  # its name
     slots: int
     values: tuple[ValueUse, ...]
-    names: tuple[str, ...]  # of all parameters
+    locals: tuple[str, ...]  # of all parameters, their names in the use
+    names: tuple[str, ...]  # and in the model, which are the same
     whose: Whose
+    ids: frozenset[int]
+    is_users: bool  # whether the node belongs to a user's Function
 
 
 @dataclass(eq=False, kw_only=True)
@@ -174,11 +171,12 @@ class NodeUse(Use):
     Its forms are made when the gradient arrives, because afterwards the pass frees what the node saved.
     """
 
-    plan: Planned
+    known: Planned
+    is_plain: bool  # whether it is torch's own node, in a batch
 
     @property
     def place(self) -> str:
-        return f"{self.plan.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
+        return f"{self.known.node}, which reads {', '.join(edge.name for edge in self.edges.values())}"
 
     def take(
         self, node: Node, grads: Sequence[Tensor | None], reached: Sequence[str]
@@ -187,11 +185,11 @@ class NodeUse(Use):
 
         node: the node itself, with its saved tensors
         """
-        found: dict[int, Form | Mapping[str, Form]] = {}
-        dtypes = {x.dtype for x in made(node)}
-        for value in self.plan.values:
-            if not set(value.names).isdisjoint(reached):
-                form = self._by_formula(node, value, grads)
+        found: dict[int, Any] = {}
+        dtypes, met = {g.dtype for g in grads if g is not None}, self._met(node, grads)
+        for value in self.known.values:
+            if reached is self.known.locals or not set(value.names).isdisjoint(reached):
+                form = None if met is None else self._by_formula(node, value, *met)
                 found[value.place] = form = self._by_itself(node, value, grads) if form is None else form
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
@@ -200,9 +198,9 @@ class NodeUse(Use):
                         leaves = {self.edges[name].node: name for name in value.names}
                         rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
                         found[value.place] = {name: Dense(own) for name, own in rows.items()}
-        forms = [own for form in found.values() for own in ([form] if isinstance(form, Form) else form.values())]
-        self.versions = versions_of(x.detach() for form in forms for x in form.held)  # a graph may lead back to the node
-        self.precision = _coarsest(dtypes)
+        forms = [own for form in found.values() for own in (form.values() if type(form) is dict else [form])]
+        held = [x.detach() if x.requires_grad else x for form in forms for x in form.held]  # it may lead back to the node
+        self.versions, self.precision = [*zip(held, versions_among(*held))], _coarsest(dtypes)
         return found
 
     def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
@@ -215,7 +213,7 @@ class NodeUse(Use):
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:
         """What a node saves, in the parameter's dtype.  held: gets its numbers that aren't indices, with their versions"""
-        dtype, is_live = next(iter(self.edges.values())).parameter.dtype, torch.is_grad_enabled()  # the pass makes a graph
+        dtype, is_live = self._dtype, torch.is_grad_enabled()  # the pass makes a graph
 
         def kept(name: str) -> Any:
             x = kept_by(node, name)
@@ -231,52 +229,60 @@ class NodeUse(Use):
 
         return kept
 
-    def _by_formula(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form | None:
-        """None if no formula covers the node."""
+    def _met(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, Any, Met] | None:
+        """The node's formulas, and what they get except for the value; None if no formula covers the node."""
         arrived = [(slot, g) for slot, g in enumerate(grads) if g is not None]
-        formula, by_owners = NODES.get(self.plan.node), BY_OWNERS.get(self.plan.node)
-        (layouts, labels, _), samples = self.whose, self.samples or 0
+        formula, by_owners = NODES.get(self.known.node), BY_OWNERS.get(self.known.node)
+        (layouts, labels, _), within = self.whose, self.within
         if not (formula or by_owners) or len(arrived) != 1 or (labels is not None and labels.ndim > 1):
             return None
-        ((slot, g),) = arrived
+        ((slot, g),), documents = arrived, within.documents
         layout = Layout() if labels is not None else layouts[slot]
-        if self.documents is not None:
-            layout = None if labels is not None else self.documents.layout(g.shape, layout)
+        if documents is not None:
+            layout = None if labels is not None else documents.layout(g.shape, layout)
         if layout is None:
             return None
-        rows = samples if labels is None else len(g)
-        rows = rows if self.documents is None else self.documents.ids.numel()
-        dtype = next(iter(self.edges.values())).parameter.dtype
-        met = Met(self._kept(node), ready(g, dtype), layout, rows, value.place, value.shape)
-        form = formula(met) if formula else None
+        rows = len(g) if labels is not None else documents.ids.numel() if documents is not None else within.samples or 0
+        return formula, by_owners, Met(self._kept(node), ready(g, self._dtype), layout, rows, 0, g.shape)
+
+    def _by_formula(self, node: Node, value: ValueUse, formula: Any, by_owners: Any, met: Met) -> Form | None:
+        """The value's form; None if no formula covers it."""
+        met.place, met.shape = value.place, value.shape
+        labels, samples, g, layout = self.whose.labels, self.within.samples or 0, met.grad, met.layout
+        form: Form | None = formula(met) if formula else None
         if by_owners and layout.axis == 0 and layout.fold != POSITIONS:
             owners = layout.rows(len(g), samples, g.device) if labels is None else labels.to(g.device)
-            return by_owners(replace(met, samples=samples), owners)
-        if form is not None and form.like.is_complex():
+            found: Form | None = by_owners(replace(met, samples=samples), owners)
+            return found
+        if form is not None and form.like.dtype.is_complex:
             taken = Value(*node.next_functions[value.place])  # type: ignore[arg-type]  # it has a graph
-            form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(dtype))
-        if form is not None and self.documents is not None:
-            return self.documents.rows(form)
+            form = form if dtype_of(taken).is_complex else Dense(form.dense().real.to(self._dtype))
+        if form is not None and self.within.documents is not None:
+            return self.within.documents.rows(form)
         return form if form is None or labels is None else gathered(form, labels, samples)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.edges[self.known.locals[0]].parameter.dtype
 
     def _by_itself(self, node: Node, value: ValueUse, grads: Sequence[Tensor | None]) -> Form:
         """The form from calling the node once for each sample's part of the gradients."""
         owners = [None if g is None else self._owners(slot, g) for slot, g in enumerate(grads)]
         if all(own is None for own in owners) and any(g is not None and bool(g.any()) for g in grads):
             raise SamplesMixed(f"{self.place}: it is unknown whose the gradient that arrived is. {A_BATCH}")
-        count = (self.samples or 0) if self.documents is None else self.documents.count
+        count = (self.within.samples or 0) if self.within.documents is None else self.within.documents.count
         return Dense(by_node(node, value.place, grads, owners, count, value.shape, self.place))
 
     def _owners(self, slot: int, g: Tensor) -> Tensor | None:
         """The sample, or the document, of each entry of the gradient at an output; None if it is unknown."""
         layouts, of_rows, _ = self.whose
         layout = layouts[slot] if of_rows is None and slot < len(layouts) else None
-        if self.documents is not None:
-            own = self.documents.owners(g.shape, layout, g.device)
+        if self.within.documents is not None:
+            own = self.within.documents.owners(g.shape, layout, g.device)
             return check_told(None, self.place, g.shape) if own is None else own  # type: ignore[return-value]  # it raises
-        labels = of_rows if layout is None else layout.rows(g.shape[layout.axis], self.samples or 0, g.device)
+        labels = of_rows if layout is None else layout.rows(g.shape[layout.axis], self.within.samples or 0, g.device)
         if labels is None:  # all entries may be one's own
-            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.samples == 1 else None
+            return g.new_zeros([1] * g.ndim, dtype=torch.long) if self.within.samples == 1 else None
         sizes = [-1 if n == (0 if layout is None else layout.axis) else 1 for n in range(g.ndim)]
         return (labels.view(sizes) if labels.ndim == 1 else labels).to(g.device)
 
@@ -284,7 +290,7 @@ class NodeUse(Use):
         if isinstance(grads.kept, Exception):
             raise grads.kept
         found: dict[str, Form] = {}
-        for value in self.plan.values:
+        for value in self.known.values:
             if names := [name for name in value.names if name in grads.reached]:
                 kept = grads.kept[value.place]
                 if value.way is not None and isinstance(kept, Form):

@@ -165,7 +165,10 @@ def gathering(model: nn.Module) -> list[Any]:
 
 
 def has_processes() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _CAN_HAVE and dist.is_initialized()
+
+
+_CAN_HAVE = dist.is_available()
 
 
 def check_undivided(model: nn.Module, arguments: Any) -> None:

@@ -18,11 +18,12 @@ from autograd_hacks.support.internals import times_each
 
 def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
-    if isinstance(factor, Tensor) and not factor.ndim:
-        factor = factor.expand(form.samples)
+    is_number = type(factor) in (int, float) or not isinstance(factor, Tensor)
+    if not is_number and not factor.ndim:  # type: ignore[union-attr]  # it is a tensor
+        factor = factor.expand(form.samples)  # type: ignore[union-attr]
     if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
         factor, form = form.factor * factor, form.form
-    return form if not isinstance(factor, Tensor) and factor == 1 else Scaled(form, factor)
+    return form if type(factor) in (int, float) and factor == 1 else Scaled(form, factor)
 
 
 def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float]:
@@ -41,8 +42,8 @@ def scaled_at_once(forms: Mapping[str, Form | None]) -> dict[str, Tensor]:
     lacking = {
         name: form
         for name, form in forms.items()
-        if type(form) is Scaled and type(form.form) is Dense and not isinstance(form.factor, Tensor)
-        if form.like.is_cuda and form.like.is_contiguous()
+        if type(form) is Scaled and type(form.form) is Dense and form.held[0].is_cuda
+        if not isinstance(form.factor, Tensor) and form.like.is_contiguous()
     }
     given = ([x.like for x in lacking.values()], [x.factor for x in lacking.values()]) if lacking else None
     return {} if given is None else dict(zip(lacking, times_each(*given)))
@@ -202,9 +203,8 @@ class Scaled(Composite):
 
     def _factor(self, rows: Tensor) -> float | Tensor:
         """The factor in the shape and dtype that rows are multiplied in."""
-        if not isinstance(self.factor, Tensor):
-            return self.factor
-        return self.factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1))
+        factor = self.factor
+        return factor.to(rows.dtype).view(-1, *[1] * (rows.ndim - 1)) if isinstance(factor, Tensor) else factor
 
     def _join(self, values: Iterable[Tensor]) -> Tensor:
         (value,) = values

@@ -6,11 +6,13 @@ The numbers are in ``costs.json``: a CPU's were measured; a GPU's follow from an
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import inf, log2, prod
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,25 @@ def _costs_of(device: torch.device) -> Costs:
     return costs if has_double else replace(costs, double=64)
 
 
+def _once(cost: Callable[..., float]) -> Callable[..., float]:
+    """The cost for pairs, which is computed once for those of the same sizes: each step has them again."""
+    known = dict[Any, float]()
+
+    @wraps(cost)
+    def kept(pairs: Sequence[Pair], *more: bool) -> float:
+        sizes = [_SIZES(x) if type(x) is Windows else (type(x), x.shape) for own in pairs for x in own]
+        key = *more, pairs[0][0].device, *sizes
+        if len(known) > 2**12:
+            known.clear()
+        return known.get(key) or known.setdefault(key, cost(pairs, *more))
+
+    return kept
+
+
+_SIZES = attrgetter("x.shape", "kernel", "stride", "padding", "dilation", "counts")
+
+
+@_once
 def by_products(pairs: Sequence[Pair], in_double: bool = False) -> float:
     """A sample's norm, from products between all positions of all pairs.  Infinite for pairs of several kinds.
     in_double: whether these are taken in float64"""
@@ -80,6 +101,7 @@ def products(pairs: Sequence[Pair]) -> float:
     return total
 
 
+@_once
 def by_writing(pairs: Sequence[Pair]) -> float:
     """A sample's norm, from its row, which is read at once."""
     (left, right), costs = pairs[0], costs_of(pairs[0][0].device)

@@ -26,7 +26,7 @@ def row_norms(rows: Tensor) -> Tensor:
     if rows.dtype == torch.float32 and not rows.is_mps and (rows.numel() <= SMALL or not looks_free(rows)):
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(rows.dtype)
     norms = torch.linalg.vector_norm(rows, dim=1)
-    if rows.is_meta or not len(rows):
+    if rows.is_meta or not rows.shape[0]:
         return norms
     # Squares may have overflowed to ∞, or be so small that they have lost digits.
     info, found = torch.finfo(norms.dtype), norms.detach()
@@ -88,6 +88,4 @@ def pairs_of(total: Tensor, w: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def put(rows: Tensor, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """factor · rows, written into ``out`` if given, as `Form.dense` returns them; ``rows`` itself if that is all."""
-    if factor != 1:
-        return torch.mul(rows, factor, out=out)
-    return rows if out is None else out.copy_(rows)
+    return torch.mul(rows, factor, out=out) if factor != 1 else rows if out is None else out.copy_(rows)

@@ -154,18 +154,14 @@ def own_products(a: Factor, b: Factor) -> Tensor:
         return a.products(b)  # type: ignore[union-attr, arg-type]  # windows meet windows alone
     if isinstance(b, OneHot):
         return a.index[:, :, None] == b.index[:, None, :] if isinstance(a, OneHot) else own_products(b, a).mT
-    if isinstance(a, OneHot):
-        return b.mT.gather(1, a.index[:, :, None].expand(-1, -1, b.shape[1]))
-    return torch.bmm(a, b.mT)
+    return b.mT.gather(1, a.index[:, :, None].expand(-1, -1, b.shape[1])) if isinstance(a, OneHot) else torch.bmm(a, b.mT)
 
 
 def all_products(a: Tensor | OneHot, b: Tensor | OneHot) -> Tensor:
     """⟨a[n, t], b[m, s]⟩ for the factors of N and of M samples.  Returns N T M S."""
     if isinstance(b, OneHot):
         return a.index[:, :, None, None] == b.index if isinstance(a, OneHot) else all_products(b, a).permute(2, 3, 0, 1)
-    if isinstance(a, OneHot):
-        return b[..., a.index].permute(2, 3, 0, 1)
-    return torch.tensordot(a, b, dims=([2], [2]))
+    return b[..., a.index].permute(2, 3, 0, 1) if isinstance(a, OneHot) else torch.tensordot(a, b, dims=([2], [2]))
 
 
 def norms_of_pairs(pairs: Sequence[Pair], max_bytes: int, in_double: bool = False) -> tuple[Tensor, Tensor | None]:

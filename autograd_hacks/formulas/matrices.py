@@ -13,9 +13,7 @@ from autograd_hacks.support.layout import POSITIONS
 
 def linear(met: Met) -> Form | None:
     """x: N *T I    g: N *T O.  Sample n's gradient is Σₜ g[n, t] ⊗ x̄[n, t], and Σₜ g[n, t] for the bias."""
-    if met.place == 2:
-        return met.summed(met.grad)
-    return Outer(met.grad, met.kept("input").conj(), met.shape)
+    return met.summed(met.grad) if met.place == 2 else Outer(met.grad, met.kept("input").conj(), met.shape)
 
 
 def bilinear(met: Met) -> Form | None:

@@ -36,9 +36,8 @@ class Axes:
 
     def links(self, o: int, outs: Shapes, ins: Shapes, numbers: Mapping[str, Any]) -> Sequence[Links] | None:
         """For each axis of each input the axis of output number o with which it is walked in step."""
-        if self.rule is None:
-            return [broadcast(outs[o] or (), own) for own in ins]
-        return self.rule(Sizes(o, outs, ins), **numbers)
+        rule, joint = self.rule, outs[o] or ()
+        return [broadcast(joint, own) for own in ins] if rule is None else rule(Sizes(o, outs, ins), **numbers)
 
 
 AXES: dict[str, Axes] = {}

@@ -297,9 +297,9 @@ class _Reading:
         found = memory.samples[memory.places[number]]
         if not found.numel() or bool((found == NOBODY).all()):
             return None
-        if bool((found == _SEVERAL).any()):
-            return MIXED
-        return tidied(Entries(narrowed(found)), self.shapes[number], self.samples)
+        return (
+            MIXED if bool((found == _SEVERAL).any()) else tidied(Entries(narrowed(found)), self.shapes[number], self.samples)
+        )
 
     def _add(self, number: int, label: Label) -> None:
         """Notes that a tensor reaches outputs of some samples."""

@@ -95,8 +95,8 @@ class Places:
         if is_count or (step.name in CARRIED and there and self.counting.issuperset(there)):
             self.counting.update(outs)
         if not there:
-            for n, shape in zip(outs, step.outs):
-                self.loose[n] = frozenset(d for d, size in enumerate(shape or ()) if size in self.lengths)
+            axes = [[d for d, size in enumerate(shape or ()) if size in self.lengths] for shape in step.outs]
+            self.loose |= dict(zip(outs, map(frozenset, axes)))
         self._note_uses(step, ins, outs)
         if not (self._may_begin(step, there) or any(self.loose.get(n) for n in there)):
             return

@@ -149,9 +149,8 @@ def _taken_from(node: Any, number: int, rows: Tensor, own: Shape) -> tuple[Tenso
     if name in _RESHAPE and own[0] and own[0] % out[0] == 0:
         times = own[0] // out[0]
         return (rows[..., None] * times + torch.arange(times, device=rows.device)).flatten(1), False
-    if name in _RESHAPE and own[0] and out[0] % own[0] == 0:
-        return rows // (out[0] // own[0]), False
-    return None, False
+    is_finer = name in _RESHAPE and own[0] and out[0] % own[0] == 0
+    return rows // (out[0] // own[0]) if is_finer else None, False
 
 
 def fits(trace: Trace, walk: Walk, given: Given, samples: int, nodes: Iterable[int] | None = None) -> bool | None:

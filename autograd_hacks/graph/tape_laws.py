@@ -139,9 +139,7 @@ class Step:
         if (registered := REGISTERED.get(self.name)) is not None:
             return registered(self)[o]
         entry = AXES.get(self.name, Axes() if torch.Tag.pointwise in self.operation.func.tags else None)
-        if entry is None:
-            return None
-        return entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
+        return None if entry is None else entry.links(o, self.outs, self.ins, self._numbers(entry.reads))
 
     def _numbers(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: self.given[name] for name in names if name in self.given}

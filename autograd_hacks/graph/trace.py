@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from math import prod
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 from torch import Tensor
@@ -45,66 +46,111 @@ def _others(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(m != n for m, n in zip(a, b)) if len(a) == len(b) else len(a) + len(b)
 
 
+class Plan:
+    """What equal graphs have in common, by nodes' numbers: it holds no node.
+
+    A graph of which one is expected is compared with it along the edges by which nodes were met first."""
+
+    def __init__(self, roots: Sequence[tuple[Node, int]], nodes: list[Any], ends: Collection[Node]) -> None:
+        place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
+        met, edges = list[tuple[int, int]](), list[tuple[tuple[int, int] | None, ...]]()
+        for at, node in enumerate(nodes):  # the list grows
+            ahead: list[tuple[int, int] | None] = []
+            for other, number in () if ends and node in ends else node.next_functions:
+                if other is not None and other not in place:
+                    place[other] = len(nodes)
+                    nodes.append(other)
+                    met.append((at, len(ahead)))
+                ahead.append(None if other is None else (place[other], number))
+            edges.append(tuple(ahead))
+        types, known = [*map(type, nodes)], _BY_TYPE.get
+        kinds = [LEAF if kind is Leaf else known(kind) or kind_of(node) for node, kind in zip(nodes, types)]
+        for node in ends and place.keys() & ends:
+            kinds[place[node]] = END
+        self.kinds, self.edges, self.roots = tuple(kinds), tuple(edges), [(place[node], number) for node, number in roots]
+        self.leaves = [k for k, kind in enumerate(kinds) if kind is LEAF]
+        # What laws read: saved numbers, and sizes that don't follow from others.
+        numbers = {k: kind.get(nodes[k]) for k, kind in enumerate(kinds) if kind.get is not None}
+        unknown = (k for k, kind in enumerate(kinds) if kind is not LEAF and (not kind.keeps_sizes or None in edges[k]))
+        sizes = {k: _sizes(nodes[k]) for k in unknown}
+        self.graph: tuple[Hashable, ...] = (*self.roots,), self.kinds, self.edges
+        self.key: tuple[Hashable, ...] = *self.graph, tuple(numbers.values()), tuple(sizes.values())
+        self._types, self._met, self._numbers, self._sizes = types, met, numbers, sizes
+
+    @cached_property
+    def _expected(self) -> tuple[Any, ...]:
+        """How many edges each node has, their nodes and numbers, the nodes at which the graph ends, all shapes, and whether
+        nodes' types tell their kinds."""
+        flat = [(-1, 0) if edge is None else edge for ahead in self.edges for edge in ahead]
+        at_end = [k for k, kind in enumerate(self.kinds) if kind is END]
+        shapes = [[*shape] for outs in self._sizes.values() for shape in outs]
+        are_told = {*self._types} <= {Leaf, *_BY_TYPE}
+        return [*map(len, self.edges)], [k for k, _ in flat], [number for _, number in flat], at_end, shapes, are_told
+
+    def nodes(self, roots: Sequence[tuple[Node, int]], ends: Collection[Node]) -> list[Any] | None:
+        """The nodes of an equal graph; None if it is another one."""
+        counts, targets, numbers, at_end, shapes, are_told = self._expected
+        nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
+        edges, add = [node.next_functions for node in nodes], nodes.append
+        try:
+            for at, place in self._met:
+                add(node := edges[at][place][0])
+                edges.append(node.next_functions)
+        except (AttributeError, IndexError):  # there is no such edge
+            return None
+        for k in at_end:
+            edges[k] = ()
+        flat = [*chain.from_iterable(edges)]
+        is_equal = (
+            are_told
+            and [*map(type, nodes)] == self._types
+            and [*map(len, edges)] == counts
+            and [*map(_SECOND, flat)] == numbers
+            and [*map(_FIRST, flat)] == [*map([*nodes, None].__getitem__, targets)]
+            and len({*nodes}) == len(nodes)
+            and [(nodes.index(node), number) for node, number in roots] == self.roots
+            and ([k for k, node in enumerate(nodes) if node in ends] if ends else []) == at_end
+            and [self.kinds[k].get(nodes[k]) for k in self._numbers] == [*self._numbers.values()]  # type: ignore[misc]
+            and [*map(len, outputs := [nodes[k]._input_metadata for k in self._sizes])] == [*map(len, self._sizes.values())]
+            and not any(map(_IS_NESTED, chain.from_iterable(outputs)))
+            and [*map(_SHAPE, chain.from_iterable(outputs))] == shapes
+        )
+        return nodes if is_equal else None
+
+
+_FIRST, _SECOND, _IS_NESTED, _SHAPE = itemgetter(0), itemgetter(1), attrgetter("is_nested_tensor"), attrgetter("shape")
+
+
 class Trace:
     """The graph behind some values.
 
     roots: nodes and output numbers
     parameters: the identities of the model's parameters
     ends: nodes at which to stop
+    plan: that of the graph that is expected
 
     ``number`` gives a node's number; ``variables`` are the tensors at ``leaves``.
     """
 
-    def __init__(self, roots: Sequence[tuple[Node, int]], parameters: Collection[int], ends: Collection[Node] = ()) -> None:
-        nodes: list[Any] = list(dict.fromkeys([node for node, _ in roots]))
-        place: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
-        leaves, kinds = list[int](), list[Kind]()
-        edges: list[tuple[tuple[int, int] | None, ...]] = []
-        read: list[Any] = []  # the numbers and sizes that don't follow from others
-        find, known, of_leaf = place.get, _BY_TYPE.get, Leaf
-        for node in nodes:  # the list grows
-            kind = type(node)
-            if kind is of_leaf:
-                leaves.append(len(edges))
-                kinds.append(LEAF)
-                edges.append(())
-                continue
-            ahead: list[tuple[int, int] | None] = []
-            if ends and node in ends:
-                own = END
-                read.append(_sizes(node))
-            else:
-                own = known(kind) or kind_of(node)
-                is_known = own.keeps_sizes
-                for edge in node.next_functions:
-                    other = edge[0]
-                    if other is None:
-                        ahead.append(None)
-                        is_known = False
-                        continue
-                    k = find(other)
-                    if k is None:
-                        k = place[other] = len(nodes)
-                        nodes.append(other)
-                    ahead.append((k, edge[1]))
-                if own.get is not None:
-                    read.append(own.get(node))
-                if not is_known:
-                    made = node._input_metadata
-                    is_plain = len(made) == 1 and not made[0].is_nested_tensor
-                    read.append(tuple(made[0].shape) if is_plain else _sizes(node))
-            kinds.append(own)
-            edges.append(tuple(ahead))
-        variables: list[Tensor] = [nodes[k].variable for k in leaves]
+    def __init__(
+        self,
+        roots: Sequence[tuple[Node, int]],
+        parameters: Collection[int],
+        ends: Collection[Node] = (),
+        plan: Plan | None = None,
+    ) -> None:
+        found = None if plan is None else plan.nodes(roots, ends)
+        nodes: list[Any] = found or list(dict.fromkeys([node for node, _ in roots]))
+        self.plan = plan = plan if plan is not None and found else Plan(roots, nodes, ends)
+        variables: list[Tensor] = [nodes[k].variable for k in plan.leaves]
         sizes, address = tuple([x.shape for x in variables]), [*map(id, variables)]
         # Those that are parameters, of this model or of one that it hides.
         are_fixed = [at in parameters or isinstance(x, Parameter) for at, x in zip(address, variables)]
-        fixed, ids = [*compress(leaves, are_fixed)], compress(address, are_fixed)
-        self.number: Mapping[Any, int] = place
-        self.nodes, self.kinds, self.edges = nodes, kinds, edges
-        self.roots: list[tuple[int, int]] = [(place[node], number) for node, number in roots]
-        self.parameters, self.ends, self.leaves, self.variables, self.fixed = parameters, ends, leaves, variables, fixed
-        self.key: tuple[Hashable, ...] = (*self.roots, *ids), tuple(fixed), tuple(kinds), tuple(edges), tuple(read), sizes
+        self.number: Mapping[Any, int] = dict(zip(nodes, range(len(nodes))))
+        self.nodes, self.kinds, self.edges, self.roots = nodes, plan.kinds, plan.edges, plan.roots
+        self.parameters, self.ends, self.leaves, self.variables = parameters, ends, plan.leaves, variables
+        self.fixed = [*compress(plan.leaves, are_fixed)]
+        self.key: tuple[Hashable, ...] = plan.key, (*self.fixed, *compress(address, are_fixed)), sizes
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:

@@ -163,9 +163,8 @@ class _Walking:
 
     def _made_of_parameters(self) -> list[bool]:
         """Whether each node's outputs are made of parameters and buffers alone."""
-        trace, own = self.trace, [False] * len(self.order)
-        for k in trace.fixed:
-            own[k] = True
+        trace, fixed = self.trace, {*self.trace.fixed}
+        own = [k in fixed for k in range(len(self.order))]
         for k in reversed(self.order):
             kind = trace.kinds[k]
             if kind.is_stateless and all(edge is None or own[edge[0]] for edge in trace.edges[k]):

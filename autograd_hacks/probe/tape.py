@@ -101,10 +101,9 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self._numbers: dict[Any, int] = {}  # of outputs and sources, by memory, shape and strides
         self._held: list[Any] = []  # tensors without memory, which are known by identity
         self._count = 0
-        self.arguments: dict[int, int] = {}  # the numbers of the arguments, by their numbers on the tape
-        for n, x in enumerate(arguments):
-            if isinstance(x, Tensor):
-                self.arguments[self._source(x, self._key(x), ARGUMENT, n)] = n
+        # The numbers of the arguments, by their numbers on the tape.
+        given = ((n, x) for n, x in enumerate(arguments) if isinstance(x, Tensor))
+        self.arguments = {self._source(x, self._key(x), ARGUMENT, n): n for n, x in given}
 
     ignore_compile_internals = classmethod(lambda cls: True)  # otherwise compiled functions would run uncompiled ever after
     _should_skip_dynamo = classmethod(lambda cls: False)  # torch's way costs a third of an operation; see `never_compile`
@@ -199,9 +198,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
     def value(self, number: int) -> Tensor | None:
         """The values of a tensor, by which entries are moved; None if it was overwritten since it was read."""
         x, version = self.read.get(number, (None, 0))
-        if x is None:
-            return self.values.get(number)
-        return x if version_of(x) == version else None
+        return self.values.get(number) if x is None else x if version_of(x) == version else None
 
     def _key(self, x: Tensor) -> Any:
         """What identifies a tensor until other memory takes its place."""

@@ -106,8 +106,8 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     within, labels, samples = ran.within, dict[Value, Label](), 0
     if ran.labels and within.samples is not None:
         samples, numbers = within.samples, ran.trace.number
-        for node in ran.ends & numbers.keys():
-            labels |= {Value(node, n): own for n, own in enumerate(ran.labels[numbers[node]]) if own is not None}
+        own = ((node, n, x) for node in ran.ends & numbers.keys() for n, x in enumerate(ran.labels[numbers[node]]))
+        labels = {Value(node, n): label for node, n, label in own if label is not None}
     elif recorder.kinds.batch_dim == 0:
         rule = rule_for(model)
         axes = rule.axes(model) if rule is not None and rule.axes is not None else ()
@@ -115,9 +115,9 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         given = list(zip(tensors, [*axes, *[0] * len(tensors)]))
         samples = within.samples or next((x.shape[axis] for x, axis in given if x.ndim > axis), 0)
         rows = packed_rows(ran.arguments)
-        for x, axis in given:
-            if x.grad_fn is not None and (id(x) in rows or Layout(axis).fits(x, samples)):
-                labels[Value(x.grad_fn, x.output_nr)] = label_of(rows.get(id(x), Layout(axis)), x.shape, samples)
+        made = ((x.grad_fn, x, Layout(axis)) for x, axis in given if x.grad_fn is not None)
+        fit = ((Value(node, x.output_nr), x, at) for node, x, at in made if id(x) in rows or at.fits(x, samples))
+        labels = {value: label_of(rows.get(id(x), at), x.shape, samples) for value, x, at in fit}
     labels = {value: label for value, label in labels.items() if not _is_returned(value, label, samples)}
     if not labels or samples < 2 or within.documents is not None:
         return
@@ -153,10 +153,10 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
 
 def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
     """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
-    expected = list[tuple[Any, int, Mapping[Value, Label]]]()
-    for value, mark in behind.marks.items():
-        if mark.at is not None:  # else it is refused as it arrives
-            expected.append((mark.recorder(), mark.samples, {value: label_of(mark.at, shape_of(value), mark.samples)}))
+    marks = [(value, mark) for value, mark in behind.marks.items() if mark.at is not None]  # else it is refused on arrival
+    expected: list[tuple[Any, int, Mapping[Value, Label]]] = [
+        (mark.recorder(), mark.samples, {at: label_of(mark.at, shape_of(at), mark.samples)}) for at, mark in marks
+    ]
     for node in reader.trace.nodes:
         for hook in on_node(node):
             use = hook.use
@@ -180,7 +180,7 @@ def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
                 continue
             if isinstance(hook, AtNode):
                 found.add(node)
-                taken.update((k, value.place) for value in hook.use.plan.values)
+                taken.update((k, value.place) for value in hook.use.known.values)
             elif hook.use is not None and hook.use.edges:
                 found.update(nodes_behind([node], hook.inputs).keys() - hook.inputs)
     below = set[int]()
@@ -202,7 +202,7 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
         return
     ends: Collection[Node] = () if hook is None else hook.inputs
     if isinstance(use, NodeUse):
-        taken = {value.place for value in use.plan.values}
+        taken = {value.place for value in use.known.values}
         ends = {ahead for n, (ahead, _) in enumerate(node.next_functions) if ahead is not None and n not in taken}
     reader = Reader(_ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk
@@ -228,7 +228,7 @@ def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Valu
     """N, and where the samples are in a node's outputs."""
     values = [Value(node, n) for n in range(len(made(node)))] if hook is None else [Value(node, hook.number)]
     shape = shape_of(values[0]) if hook is None else hook.shape
-    samples, found = use.samples or (shape[0] if shape else 1), dict[Value, Label]()
+    samples, found = use.within.samples or (shape[0] if shape else 1), dict[Value, Label]()
     packed = packed_into(use) if isinstance(use, LayerCall) and hook is not None and not hook.slot else None
     layouts, of_rows, _ = use.whose
     for n, value in enumerate(values) if samples else ():

@@ -105,7 +105,7 @@ class Certificate:
         if unit < 1e-6:
             added = max(_added(grads, form) for _, grads, form in told)
             uses = [use for use, _, _ in told]
-            ways = (value.way for use in uses if isinstance(use, NodeUse) for value in use.plan.values)
+            ways = (value.way for use in uses if isinstance(use, NodeUse) for value in use.known.values)
             least = max(0.0 if all(way is None or way.is_stepwise for way in ways) else FINEST, rounded_by(uses, like))
             return max(UNITS * unit * (1 + (added / MANY) ** 0.5), least)
         leaves = [leaf for _, _, form in told for leaf in form.leaves()]
@@ -220,7 +220,7 @@ def _products_of(use: Use) -> str:
     if isinstance(use, LayerCall):
         is_step = isinstance(use.layer, nn.RNNBase | nn.RNNCellBase)
         return RNN if is_step else CONV if isinstance(use.layer, nn.modules.conv._ConvNd) else MATMUL
-    node = use.plan.node if isinstance(use, NodeUse) else ""
+    node = use.known.node if isinstance(use, NodeUse) else ""
     return RNN if re.search("rnn|lstm|gru", node, re.I) else CONV if re.search("convolution", node, re.I) else MATMUL
 
 
@@ -250,8 +250,7 @@ def received_by(forms: Sequence[Form], found: Iterable[tuple[Use, OutputGrads, f
             length += 20 * scale * times**2 * torch.finfo(grads.first.dtype).eps * grads.first.abs().max()
         length += scale * grads.length * max(1.0, terms**1.5 / (8 * ROUNDING)) * _centred(call)
         inputs = [x for x in call.args if isinstance(x, Tensor) and x.is_floating_point()]
-        for x in inputs:
-            length += lost * (x.abs().max().clamp(min=1).double() if x.numel() else 1)
+        length += sum(lost * (x.abs().max().clamp(min=1).double() if x.numel() else 1) for x in inputs)
     return length
 
 

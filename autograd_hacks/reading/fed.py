@@ -71,6 +71,9 @@ _KINDS = {
 }
 
 
+_NOTHING = nullcontext()
+
+
 @cache
 def _kind_of(node: type) -> _Kind | None:
     if (kind := _KINDS.get(USUAL.get(node.__name__, node.__name__))) is None:
@@ -106,16 +109,20 @@ def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
             return UNKNOWN, None, None
     if saved is x or saved is None:  # no parameter that trains needs it
         return SAME, None, kind.settings(node)
-    with nullcontext() if type(x) is Tensor else without_subclasses():
+    with _NOTHING if type(x) is Tensor else without_subclasses():
         return SAME if _is_same(saved, x) else COPY, saved.dtype, kind.settings(node)
 
 
 def _is_same(saved: Tensor, x: Tensor) -> bool:
     """Whether a tensor has the numbers of another one in the same memory, in the same order."""
-    if address_of(saved) != address_of(x) or saved.dtype is not x.dtype or saved.is_conj() != x.is_conj():
+    if (
+        address_of(saved) != address_of(x)
+        or saved.dtype is not x.dtype
+        or (saved.dtype.is_complex and saved.is_conj() != x.is_conj())
+    ):
         return False
     if saved.is_contiguous() and x.is_contiguous():
-        return saved.numel() == x.numel()
+        return saved.nbytes == x.nbytes
     return (saved.shape, saved.stride(), saved.is_neg()) == (x.shape, x.stride(), x.is_neg())
 
 

@@ -3,7 +3,7 @@ the loss's scale."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -61,7 +61,10 @@ def read(
     is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
-        names, certificate = dict(zip(trainable, record.names_of(trainable.values()))), Certificate(record)
+        names, certificate = (
+            {n: own or record.name_of(trainable[n]) for n, own in zip(trainable, record.names.of(trainable.values()))},
+            Certificate(record),
+        )
         for gate in gates:
             gate.read_all()
             if any(recorded.along for recorded in gate.segment.passes):
@@ -70,9 +73,10 @@ def read(
                         gate.certify(certificate, name, known)
         with torch.no_grad():
             certificate.check()
-        for name, known in names.items():
-            found = [gate.form(known) for gate in gates]
-            form = found[0] if len(gates) == 1 else _stack(found, gates, trainable[name])
+        every = [gate.forms(names.values()) for gate in gates]
+        if len(gates) > 1:
+            every = [[_stack(own, gates, p) for *own, p in zip(*every, trainable.values())]]
+        for name, form in zip(names, every[0]):
             forms[name] = scale(form, 1 / scaling) if is_scaled and form is not None else form
     return forms
 
@@ -94,33 +98,24 @@ class Gate:
         for number, recorded in enumerate(self.segment.passes):
             for use, grads in reversed(recorded.received.items()):
                 self._ask(number, use, grads)
-        documents = (call.documents for recorded in self.segment.passes for call in recorded.told_by)
+        documents = (call.within.documents for recorded in self.segment.passes for call in recorded.told_by)
         self.samples = next((d.count for d in documents if d is not None), self.segment.batch_size())
 
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
-        if isinstance(call, LayerCall) and not recorded.along:  # rows aren't compared with what arrived, use by use
-            forms = call.forms_at_once(grads)
-            if forms is not None:
-                for local, name in zip(call.known.locals, call.known.names):
-                    form = forms[local]
-                    self._take(number, call, name, scale(form, form.samples) if is_mean else form)
-                return
-        check_seen(call, grads)
-        for local, form in call.forms(grads).items():
-            name, own = call.edges[local].name, form
-            if is_mean:  # a mean loss was divided by N
-                own = scale(form, form.samples if call.documents is None else call.documents.losses)
-            self._take(number, call, name, own)
-            read.setdefault(name, []).append((call, grads, form))
-
-    def _take(self, number: int, call: Use, name: str, form: Form) -> None:
-        terms = self._terms[number]
-        if name not in terms:
-            terms[name] = {call: form}
-        else:
-            found = terms[name]
-            found[call] = add([found[call], form]) if call in found else form
+        # At once, where rows aren't compared with what arrived, use by use.
+        forms = call.forms_at_once(grads) if isinstance(call, LayerCall) and not recorded.along else None
+        if is_told := forms is None:
+            check_seen(call, grads)
+            forms = call.forms(grads)
+        names, documents = dict(zip(call.known.locals, call.known.names)), call.within.documents
+        for local, form in forms.items():
+            found = self._terms[number].setdefault(names[local], {})
+            # A mean loss was divided by N.
+            own = scale(form, form.samples if documents is None else documents.losses) if is_mean else form
+            found[call] = add([found[call], own]) if call in found else own
+            if is_told:
+                read.setdefault(names[local], []).append((call, grads, form))
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""
@@ -131,13 +126,16 @@ class Gate:
             elif told and known in recorded.untold:
                 note_compared(known, told)
 
-    def form(self, name: str) -> Form | None:
-        """J of a parameter; None if no call leads to it.
+    def forms(self, names: Iterable[str]) -> list[Form | None]:
+        """J of each parameter; None where no call leads to it.
 
         After `backprop_hess`: a row for each sample of each pass, pass by pass."""
-        if self._adds_up:
-            forms = [form for terms in self._terms for form in terms.pop(name, _NONE).values()]
-            return add(forms) if forms else None
+        if not self._adds_up:
+            return [self._concatenated(name) for name in names]
+        found = [[form for terms in self._terms for form in terms.pop(name, _NONE).values()] for name in names]
+        return [add(own) if own[1:] else own[0] if own else None for own in found]
+
+    def _concatenated(self, name: str) -> Form | None:
         tables = [terms.pop(name, _NONE) for terms in self._terms]
         if not any(tables):
             return None
@@ -154,7 +152,7 @@ class Gate:
             if call not in self._asked:
                 self._asked.add(call)
                 self._ask(0, call, self.segment.passes[0].received[call])
-        form, needed = self.form(name), {call for found in self._terms[0].values() for call in found}
+        (form,), needed = self.forms([name]), {call for found in self._terms[0].values() for call in found}
         done = [call for call in self._asked if call not in needed]
         self._asked.difference_update(done)
         return form, done

@@ -183,19 +183,19 @@ def check_independent(recorder: Recorder) -> None:
 def check_documents(recorder: Recorder) -> None:
     """Raises if rows of documents were requested and can't be assigned."""
     is_asked, record = recorder.segments is not None, recorder.record
-    if is_asked or any(use.documents is not None for use in record.witnesses()):
+    if is_asked or any(use.within.documents is not None for use in record.witnesses()):
         for use, own in (pair for recorded in record.passes for pair in recorded.received.items()):
             check_own_documents(use, own, is_asked)
 
 
 def check_own_documents(use: Use, own: OutputGrads, is_asked: bool) -> None:
     """Raises if rows of documents were requested, but a use's forward has no documents, or its documents mix."""
-    if use.documents is None and is_asked:
+    if use.within.documents is None and is_asked:
         raise BatchSizeError(
             f"{use.place}: ran by itself, or before add_hooks(segments=...), so its documents are unknown. Call the hooked "
             "model itself, with the argument that separates documents." + ON_SEGMENTS
         )
-    leaks = {} if use.documents is None else use.documents.leaks
+    leaks = {} if use.within.documents is None else use.within.documents.leaks
     found = [why for local in own.reached if (why := leaks.get(use.edges[local].name))] if leaks else []
     if found:
         raise SamplesMixed(found[0])
@@ -205,7 +205,7 @@ def is_shown(use: Use) -> bool:
     """Whether samples were shown to be independent in a use's forward."""
     # A layer by itself, whose graph isn't read, mixes nothing that its rule doesn't know.
     is_alone = isinstance(use, LayerCall) and not use.path and use.within.facts.calls is None
-    return is_alone or use.samples == 0 or use.within.kind.is_independent
+    return is_alone or use.within.samples == 0 or use.within.kind.is_independent
 
 
 def check_shown(use: Use) -> None:
@@ -254,7 +254,9 @@ def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
 
 def check_ordinary(record: Record, what: str) -> None:
     """Raises if the record holds passes of `backprop_hess`, or of tokens.  what: is to be read, for messages"""
-    check_no_tokens(any(own.documents is not None and own.documents.is_of_tokens for own in record.witnesses()), what)
+    check_no_tokens(
+        any(own.within.documents is not None and own.within.documents.is_of_tokens for own in record.witnesses()), what
+    )
     if record.hess_type is not None:
         raise NothingRecorded(
             f"there is no {what}: the record holds the passes of backprop_hess, whose rows are not samples' gradients. Run "

@@ -138,8 +138,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         outside = [slot for slot in outputs if not (options[slot] or slot in ran.packed)] if samples > 1 else ()
         losses = [slot for slot in outside if alone or outputs[slot].numel() == 1]
         added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
-        for value in (value for values, _ in added.values() for value in values):
-            options[value] = candidates(shape_of(value), samples, axes)
+        options |= {value: candidates(shape_of(value), samples, axes) for values, _ in added.values() for value in values}
         is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}
         make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
         chosen, taken_from = chosen_rows(ran, samples, options)

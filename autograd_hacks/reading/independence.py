@@ -324,10 +324,8 @@ def _changes_something(
     by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
     has_changed, rounds = False, parts is not None or any(by_values)
     for turn, kept in enumerate(every, 1):
-        if parts is None:
-            given = batch.replaced(within.axis, kept, turn, within.counted_at is not None)
-        else:
-            given = alone_among(parts, kept, arguments)
+        by_list = within.counted_at is not None
+        given = batch.replaced(within.axis, kept, turn, by_list) if parts is None else alone_among(parts, kept, arguments)
         if given is None:
             continue
         has_changed = True

@@ -138,6 +138,7 @@ class Reader:
         found = self.walk.read_as.get(self.key) if self.walk.read_as else None
         if found is None or fits(self.trace, self.walk, self.given, self.samples, found.uses) is False:
             return None
+        self.ran.within.kind.plan = self.trace.plan
         return found
 
     def read(self) -> Read:
@@ -216,9 +217,9 @@ class Reader:
         A parameter that the forward uses once gets its gradient from one node, or through nodes that pass it on to it alone
         (casts of autocast, parametrisations).  A gradient to which anything else adds is another tensor."""
         read = {(k, place, j) for k, (values, _) in found.uses.items() for j, _, place in values}
-        made: dict[tuple[int, bool, int], list[tuple[int, str | int]]] = {}
+        made, within = dict[tuple[int, bool, int], list[tuple[int, str | int]]](), self.ran.within
         for leaf, name in self.ran.leaves.items():
-            is_compared = leaf in self.number and self.ran.within.trusts(name)
+            is_compared = leaf in self.number and name in (within.compared or ()) and name not in within.unsure
             for link in self._path_to(self.number[leaf], name, read, found.inside) if is_compared else ():
                 made.setdefault((link.node, link.is_first, link.output), []).extend(link.made)
         return [Link(k, tuple(makes), is_first, output) for (k, is_first, output), makes in made.items()]
@@ -330,7 +331,8 @@ class Reader:
             own, value = tuple(sorted(self.below(j) - found.by_rule.get((k, place), set()))), Value(nodes[j], number)
             uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else self._way(value, own)))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
-        return Planned(nodes[k].name(), len(made(nodes[k])), tuple(uses), every, whose)
+        ids, node = frozenset([id(self.ran.parameters[name]) for name in every]), nodes[k]
+        return Planned(node.name(), len(made(node)), tuple(uses), every, every, whose, ids, is_users(node))
 
     def follow(self, found: Read) -> None:
         """Writes what was found into this forward."""
@@ -339,7 +341,7 @@ class Reader:
         within.refused = {names[nodes[k]]: within.mixing or why for k, why in found.mixed.items() if nodes[k] in names}
         if ran.arguments:  # a forward, and not what a loss or a derivative adds to one
             within.facts = found
-            within.leaves = {id(ran.parameters[name]): leaf for leaf, name in names.items()}
+            within.leaves = dict(zip(map(id, map(ran.parameters.__getitem__, names.values())), names))
         for noted, whose in zip(ran.noted, found.calls):
             if whose is None:  # its rows come from where its output meets the batch
                 noted.call.forget()
@@ -379,9 +381,7 @@ def rows_of(label: Owned, shape: Sequence[int], samples: int) -> Tensor | None:
     at = entries(label, shape, samples)
     flat = at.flatten(1) if at.ndim > 1 else at[:, None]
     rows = flat.amax(1) if flat.shape[1] else flat.new_zeros(len(flat))
-    if not bool(((flat == rows[:, None]) | (flat < 0)).all()):
-        return None
-    return rows.expand(shape[0]).clamp(min=0)
+    return rows.expand(shape[0]).clamp(min=0) if bool(((flat == rows[:, None]) | (flat < 0)).all()) else None
 
 
 def agree(label: Label, expected: Label, shape: Sequence[int], samples: int) -> bool:

@@ -53,9 +53,7 @@ def alone_among(parts: Callable[..., Any], kept: Tensor, arguments: Arguments) -
     """The arguments for some samples alone, as a function of the user's gives them.  kept: N booleans"""
     args, kwargs = arguments
     found = parts(kept.nonzero()[:, 0], *args, **kwargs)
-    if isinstance(found, dict):
-        return (), found
-    return (found if isinstance(found, tuple) else (found,)), {}
+    return ((), found) if isinstance(found, dict) else (found if isinstance(found, tuple) else (found,), {})
 
 
 @dataclass(eq=False)

@@ -100,8 +100,8 @@ class Copy:
         self._not_ours: set[int] = {id(p) for p in model.parameters()} | (set() if before is None else before._not_ours)
         self._places = list[tuple[Place, Any]]()  # with what each holds while the copy runs
         places: list[Place] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-        for device in cuda_devices_of(model):
-            places.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
+        state, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+        places += [(partial(state, device), partial(put, device=device)) for device in cuda_devices_of(model)]
         if (numpy := sys.modules.get("numpy")) is not None:
             places.append((partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
         places += [_attribute(torch_module, name) for name in ("_global_forward_pre_hooks", "_global_forward_hooks")]

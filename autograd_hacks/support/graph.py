@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autograd_hacks.support.internals import RAW, SAVED, AccumulateGrad, class_of_function, current_task, without_subclasses
 from autograd_hacks.support.internals import made as made
+from autograd_hacks.support.switch import Switch
 
 Leaf: Any = AccumulateGrad
 """The node at which a parameter or another leaf ends the graph; its ``variable`` is the leaf."""
@@ -26,6 +28,7 @@ OF_DEVICES = {f"native_{name}": (f"cudnn_{name}", f"miopen_{name}") for name in 
 USUAL = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
 
 
+@cache
 def spelt(kind: type, name: str) -> str:
     """The name under which nodes of a type save a value."""
     return name if hasattr(kind, SAVED + name) else {"eps": "epsilon"}.get(name, name)
@@ -102,6 +105,11 @@ def raw_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith(RAW))
 
 
+@cache
+def _raws_of(kind: type) -> Callable[[Any], Sequence[Any]]:
+    return attrgetter(*raw_names(kind), "next_functions", "next_functions")  # of two names it makes a tuple
+
+
 def _raws(node: Any, attribute: str) -> Sequence[Any]:
     """What a node keeps there: of an index, one for each axis."""
     raw = getattr(node, attribute, None)
@@ -144,16 +152,18 @@ def signed(number: int) -> int:
 
 def kept_by(node: Any, name: str) -> Any:
     """A value that a node saves under a name.  It stays available to the running pass, even if hooks have packed it."""
-    raw, name = getattr(node, RAW + name, None), spelt(type(node), name)
+    raw, name = getattr(node, RAW + name, None), spelt(node.__class__, name)
     if isinstance(raw, tuple | list):  # an index of several axes
-        return [_unpacked(own) for own in raw] if is_packed_by_hooks(node, name) else getattr(node, SAVED + name)
+        is_packed = any(getattr(own, "unpack_hook", None) is not None for own in raw)
+        return [_unpacked(own) for own in raw] if is_packed else getattr(node, SAVED + name)
     return getattr(node, SAVED + name) if getattr(raw, "unpack_hook", None) is None else _unpacked(raw)
 
 
 def _unpacked(raw: Any) -> Any:
     if (unpack := raw.unpack_hook) is None:
         return raw.data
-    x = unpack(raw.data)
+    with Switch.paused_here():  # a checkpoint runs layers
+        x = unpack(raw.data)
     if _is_handed_out_once(raw):
         _put_back(raw.data, unpack, x)
     return x
@@ -164,23 +174,18 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
     names: by the node's name"""
     own = names.get(node.name(), ())
-    if not own or any(is_packed_by_hooks(node, name) for name in own):
+    if [name for name in own if getattr(node, RAW + name).unpack_hook is not None]:
         return {}
     found = {name: getattr(node, SAVED + name).detach() for name in own}
-    return found if all(torch.finfo(x.dtype).eps < 1e-6 for x in found.values()) else {}
+    return {} if [x for x in found.values() if x.dtype.itemsize < 4] else found
 
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    raws = [getattr(node, name, None) for name in raw_names(node.__class__)]
-    parts = [raw for own in raws if isinstance(own, tuple | list) for raw in own]  # of an index, one for each axis
-    hooks = [hook for raw in (*raws, *parts) if (hook := getattr(raw, "unpack_hook", None)) is not None]
+    every = _raws_of(node.__class__)(node)[:-2]
+    raws = [own for raw in every for own in (raw if type(raw) in (tuple, list) else (raw,))]
+    hooks = [hook for raw in raws if raw is not None and (hook := raw.unpack_hook) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
-
-
-def is_packed_by_hooks(node: Any, name: str) -> bool:
-    """Whether hooks, such as a checkpoint's, have packed a tensor that a node saves.  Unpacking may run a forward."""
-    return any(getattr(own, "unpack_hook", None) is not None for own in _raws(node, RAW + name))
 
 
 def is_recomputed(node: Any, *names: str) -> bool:

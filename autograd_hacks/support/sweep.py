@@ -234,7 +234,8 @@ def by_node(
 
     def made_of(given: Sequence[Grads]) -> Tensor:
         def run() -> list[Tensor | None]:
-            return [None if made is None else made[place] for made in _call(node, given, True)]
+            with Switch.paused_here():  # a user's Function may run layers
+                return [None if made is None else made[place] for made in _call(node, given, True)]
 
         found = run()
         if any(row is None for row in found) and current_task() != NO_TASK:  # the pass doesn't need the value's gradient

@@ -4,6 +4,8 @@ import weakref
 from collections import OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
+from itertools import chain
+from operator import attrgetter, methodcaller
 from types import NoneType, SimpleNamespace
 from typing import Any, Generic, TypeGuard, TypeVar
 
@@ -28,7 +30,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return [tree]
     kind = type(tree)
     if kind is tuple or kind is list or kind is dict:  # torch's functions take twice as long, and more
-        return [x for part in (tree.values() if kind is dict else tree) for x in tensors_of(part)]
+        return [
+            x for part in (tree.values() if kind is dict else tree) if type(part) not in SIMPLE for x in tensors_of(part)
+        ]
     if isinstance(tree, _CLOSED):
         return [tree.data] if is_packed(tree) else []
     leaves = tree_leaves(tree, is_packed)
@@ -183,6 +187,8 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
+_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")  # a scripted module has a mapping of its own
 OF_MODULE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
@@ -195,16 +201,21 @@ class Tree:
         self._modules: list[nn.Module] = []
         self._children: list[tuple[nn.Module | None, ...]] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
-        self._owned: list[tuple[str, int]] | None = None
-        self._attributes: list[tuple[int, dict[str, None]]] = []  # of each module: how many, and the names of its own ones
+        self._owned: list[Any] | None = None
+        self._counts: list[int] = []  # of each module's attributes
+        # Of those that not every module has: the module's number, the name, and a value that holds no tensor for ever.
+        self._attributes: list[tuple[int, str, Any]] = []
 
     def modules(self) -> list[nn.Module]:
         """`modules_of` the model.  The same list as long as the model has the same ones."""
-        if self._children is None or [tuple(m._modules.values()) for m in self._modules] != self._children:
+        if self._children is None or self._all_children() != self._children:
             model = self._model()
-            self._modules, self._owned, self._attributes = [] if model is None else modules_of(model), None, []
-            self._children = [tuple(m._modules.values()) for m in self._modules]
+            self._modules, self._owned, self._counts = [] if model is None else modules_of(model), None, []
+            self._children = self._all_children()
         return self._modules
+
+    def _all_children(self) -> list[tuple[nn.Module | None, ...]]:
+        return [*map(tuple, map(_VALUES, map(_CHILDREN, self._modules)))]  # few calls, since a model has many modules
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """`parameters_of` the model, which must not be changed."""
@@ -212,24 +223,28 @@ class Tree:
 
     def all(self) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
         modules = self.modules()
-        owned = [(name, id(p)) for module in modules for name, p in module._parameters.items()]
+        own = [*map(_PARAMETERS, modules)]
+        names, values = chain.from_iterable(map(_KEYS, own)), chain.from_iterable(map(_VALUES, own))
+        owned = [[*map(len, own)], *names, *map(id, values)]
         model = self._model()
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
             self._parameters, self._owned = parameters_of(model), owned
         return modules, self._parameters
 
-    def kept(self) -> Iterator[Any]:
-        """What modules keep in attributes of their own, except for simple values."""
-        self._attributes = self._attributes or [(0, {})] * len(self._modules)
-        for n, module in enumerate(self._modules):
-            own: dict[str, Any] = module.__dict__
-            count, names = self._attributes[n]
-            if len(own) != count or not own.keys() >= names.keys():
-                names = dict.fromkeys(sorted(own.keys() - OF_MODULE))
-                self._attributes[n] = len(own), names
-            for name in names:
-                if type(value := own[name]) not in SIMPLE:
-                    yield value
+    def kept(self) -> list[Any]:
+        """The tensors that modules keep in attributes of their own, and the collections that may hold some."""
+        own, found = [*map(vars, self._modules)], list[Any]()
+        if self._counts != [*map(len, own)] or [n for n, name, _ in self._attributes if name not in own[n]]:
+            self._counts = [*map(len, own)]
+            self._attributes = [(n, name, None) for n, each in enumerate(own) for name in sorted(each.keys() - OF_MODULE)]
+        every = [(at, own[n][name], known) for at, (n, name, known) in enumerate(self._attributes)]
+        for at, value in [(at, value) for at, value, known in every if type(value) not in SIMPLE and value is not known]:
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:
+                found.append(value)
+            elif type(value) is tuple:
+                self._attributes[at] = *self._attributes[at][:2], value  # most are sizes
+        return found
 
 
 def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
@@ -320,8 +335,9 @@ class ByTensor(Generic[T]):
 
     def of(self, tensors: Iterable[Tensor]) -> list[T | None]:
         """The values of several tensors."""
-        held = self._held.get
-        return [None if (found := held(id(x))) is None or found[0]() is not x else found[1] for x in tensors]
+        tensors = [*tensors]
+        found = zip(tensors, map(self._held.get, map(id, tensors)))
+        return [None if own is None or own[0]() is not x else own[1] for x, own in found]
 
     def keys(self) -> Iterator[Tensor]:
         return iter([x for reference, _ in list(self._held.values()) if (x := reference()) is not None])

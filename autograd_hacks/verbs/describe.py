@@ -113,9 +113,8 @@ def _independence(last: Within) -> str:
         return f"Independent by analysis: no operation of this forward combines samples, {last.kind.shown}."
     if last.kind.is_independent:
         return "Independent: the model's outputs for a sample did not change when others were replaced or left out."
-    if last.mixing:
-        return _MIXES + last.mixing
-    return "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
+    along = "Independent along gradients. add_hooks(model, independent=True) also checks paths without a gradient."
+    return _MIXES + last.mixing if last.mixing else along
 
 
 def _how(name: str, parameter: nn.Parameter, layer: nn.Module, last: Within) -> str:

@@ -76,7 +76,7 @@ def grads_of(
     filled = {name: forms[name] or Zero(samples, parameters[name].shape, parameters[name]) for name in names}
     hess_type, entries = record.hess_type, tuple[int, ...]()
     batches = [segment.batch_size() for segment in record.segments]
-    documents = (use.documents for use in record.witnesses())
+    documents = (use.within.documents for use in record.witnesses())
     if tokens := next((d for d in documents if d is not None and d.is_of_tokens), None):
         if len(record.segments) > 1:
             count = len(record.segments)

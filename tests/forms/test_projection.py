@@ -95,10 +95,8 @@ def test_lengths_and_products_are_kept_as_far_as_is_said(rank: int) -> None:
     """The standard deviation of a unit gradient's squared length: √6 / √dim for rank one, √2 / √dim for orthogonal ones."""
     torch.manual_seed(0)
     dim, seeds, both = 256, 400, torch.randn(2, 12, 12, dtype=torch.float64)
-    if rank == 12:
-        both = torch.linalg.qr(both).Q / 12**0.5
-    else:
-        both = torch.einsum("no,ni->noi", both[:, 0].sign(), both[:, 1].sign()) / 12
+    u, v = both[:, 0].sign(), both[:, 1].sign()
+    both = torch.linalg.qr(both).Q / 12**0.5 if rank == 12 else torch.einsum("no,ni->noi", u, v) / 12
     rows = torch.stack([Dense(both).project(SparseMap("p", both.shape[1:], dim, seed)) for seed in range(seeds)])
     products = torch.einsum("snk,smk->snm", rows, rows)
     spread = ((6 if rank == 1 else 2 + 4 / 12) / dim) ** 0.5

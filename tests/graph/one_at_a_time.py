@@ -2,7 +2,7 @@
 
 Imports from the library only what is judged."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,12 +39,17 @@ class Judged:
     rows: float = 0.0
 
 
+PLANS: deque[Any] = deque(maxlen=2)
+
+
 def traced(outputs: Sequence[Tensor], model: nn.Module | None = None, given: Sequence[Tensor] = ()) -> tuple[Trace, Memory]:
     """The graph behind outputs, and what is known of memory."""
     held = [] if model is None else [*model.parameters(), *model.buffers()]
-    edges = map(get_gradient_edge, outputs)
-    trace = Trace([(edge.node, edge.output_nr) for edge in edges], {id(x) for x in held})
-    own = {*map(memory_of, held)}
+    roots, fixed = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)], {id(x) for x in held}
+    trace = Trace(roots, fixed)
+    PLANS.append(trace.plan)
+    again, own = [Trace(roots, fixed, (), plan) for plan in PLANS], {*map(memory_of, held)}
+    assert all((one.key, one.nodes) == (trace.key, trace.nodes) for one in again)  # found along another, it is the same
     return trace, Memory(lambda x: memory_of(x) in own, {*map(memory_of, given)})
 
 

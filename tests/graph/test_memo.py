@@ -53,9 +53,8 @@ def layers() -> nn.ModuleList:
 
 def test_parameters_are_told_apart_by_identity() -> None:
     net, memo, x = layers(), Memo(), torch.randn(N, 4).double()
-    a, b = net
-    for out in (b(a(x)), a(b(x)), b(a(x))):
-        by_memo(memo, out, N, net, [x])
+    for first, second in (net, net[::-1], net):
+        by_memo(memo, second(first(x)), N, net, [x])
     assert (memo.hits, memo.misses) == (1, 2)
 
 
@@ -275,8 +274,8 @@ def test_a_wrong_label_is_seen_and_swapped_samples_in_rows() -> None:
 
 
 def test_nobodys_factor_may_be_a_samples_too() -> None:
-    label = Entries(torch.tensor([0, NOBODY]))
-    assert not confirmed(torch.randn(2).double().requires_grad_().flip(0).grad_fn, [label], [label], 2)
+    label = [Entries(torch.tensor([0, NOBODY]))]
+    assert not confirmed(leaf(2).flip(0).grad_fn, label, label, 2)
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
