@@ -152,6 +152,7 @@ class Kinds:
         self.static = Kind(pending=False)  # for layers called by themselves, and if no graph is read
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
         self.memo = Memo()  # of the laws' walks
+        self.losses: dict[Any, Any] = {}  # of losses that keep samples apart, what shows it: see `reading/beyond.py`
         self.mixing_sites: set[Any] = set()  # what no law shows, in forwards in which samples were seen to mix
         self._is_whole = False  # whether lazy layers have their parameters
 
@@ -205,8 +206,7 @@ class Kinds:
         if not self._is_whole or is_unread or any(x.is_meta for x in tensors):
             return None
         axis = None if is_bag else axis  # entries are packed
-        samples = batch.samples(axis)
-        is_empty = axis == 0 and 0 in [x.numel() for x in tensors]
+        samples, is_empty = batch.samples(axis), axis == 0 and 0 in [x.numel() for x in tensors]
         if samples == 0 or (is_empty and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             within.samples = 0
             return None
