@@ -21,6 +21,7 @@ from autograd_hacks.capture.uses import NodeUse
 from autograd_hacks.support.graph import NEW, Value
 from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
+from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
 from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
 
@@ -31,6 +32,8 @@ CAPTURED: torch.autograd.grad takes the gradient before the node."""
 
 ANNOUNCED: dict[int, Announcement] = {}
 """The announcements of `backward` for the passes that run now, by graph task.  Hooks may run in another thread."""
+MIXED: dict[int, dict[Any, str]] = {}
+"""By graph task, why passes have no rows whose loss compares samples: by the `Backward` of each model."""
 NO_NODES = frozenset[Node]()
 
 ASKED: dict[int, Any] = {}
@@ -58,8 +61,10 @@ def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> No
         NEW.append(handle)
 
 
-BEGAN = SimpleNamespace(reduced=frozenset())
-"""How the loss of the pass that runs becomes a number (see `capture/lean.py`); empty if its beginning wasn't seen."""
+BEGAN = SimpleNamespace(reduced=frozenset(), announced=None)
+"""How the loss of the pass that runs becomes a number (see `capture/lean.py`); empty if its beginning wasn't seen.
+
+announced: where an announced pass begins, whose losses were looked at"""
 
 
 def reach_of(node: Node) -> str:
@@ -89,8 +94,7 @@ class AtOutput:
     def __init__(
         self, call: LayerCall, receiver: Any, slot: int, output: Tensor, live: Any, inputs: frozenset[Node]
     ) -> None:
-        self.receiver, self.slot, self.shape = receiver, slot, output.shape
-        base = output._base
+        self.receiver, self.slot, self.shape, base = receiver, slot, output.shape, output._base
         self.number = (output if base is None else base).output_nr  # the number of this output at its node
         self.live = live  # the call's arguments with their graph, if rows may be differentiated
         self.inputs = inputs  # the nodes that made the arguments
@@ -281,5 +285,6 @@ def announced(output: Tensor, losses: Announcement) -> Iterator[Tensor]:
     # This node comes before all others, so the recorders know about the pass before any of them records.
     with torch.enable_grad():
         root = output.view_as(output)
-    with noted([] if root.grad_fn is None else [root.grad_fn], ANNOUNCED, losses):
+    with kept(BEGAN), noted([] if root.grad_fn is None else [root.grad_fn], ANNOUNCED, losses):
+        BEGAN.announced = root
         yield root

@@ -17,6 +17,7 @@ from autograd_hacks.capture.arrivals import (
     ASKED,
     BEGAN,
     CAPTURED,
+    MIXED,
     AtNode,
     AtOutput,
     AtParameter,
@@ -132,10 +133,9 @@ class Backward:
         if self.running is None:
             losses = ANNOUNCED.get(task)
             self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=bool(dispatch_modes()))
-            if losses is not None:
-                self.running.refused = losses.refused
-                if self.record not in losses.heard_by:
-                    losses.heard_by.append(self.record)
+            self.running.refused = MIXED.get(task, {}).get(self, "") if losses is None else losses.refused
+            if losses is not None and self.record not in losses.heard_by:
+                losses.heard_by.append(self.record)
             if task < self._newest and not any(own.task == task for own in self.record.passes):  # another one came between
                 self.running.refused = WITHIN
             self._newest = max(task, self._newest)
@@ -157,8 +157,7 @@ class Backward:
                 self.watching.late(self.looked)
             self.has_looked()
         ended.finished, ended.made, ended.usual_in, ended.segments = True, {}, None, ()
-        self.running = None
-        self.record.superseded, self.record.superseded_unseen = [], {}
+        self.running, self.record.superseded, self.record.superseded_unseen = None, [], {}
         if not ended.captures:  # else .grad is as it was
             self._left = None
             # After wrappers have changed the gradients at the end of the pass.

@@ -155,6 +155,7 @@ class Kinds:
         self.seen: dict[object, Kind] = {}  # by what tells them apart, the last one used last
         self.memo = Memo()  # of the laws' walks
         self._is_whole = not independent  # whether lazy layers have their parameters, which tapes and runs need
+        self.losses: dict[Any, Any] = {}  # of losses that keep samples apart, what shows it: see `reading/beyond.py`
         self.mixing_sites: set[Any] = set()  # what no law shows, in forwards in which samples were seen to mix
 
     def doubt(self) -> None:
@@ -206,8 +207,7 @@ class Kinds:
             return None
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         axis = None if is_bag else axis  # entries are packed
-        samples = batch.samples(axis)
-        is_empty = axis == 0 and 0 in [x.numel() for x in tensors]
+        samples, is_empty = batch.samples(axis), axis == 0 and 0 in [x.numel() for x in tensors]
         if samples == 0 or (is_empty and batch.samples(1) == 0 and runs_time_first(modules, batch)):
             within.samples = 0
             return None

@@ -23,12 +23,13 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from autograd_hacks.capture.arrivals import ASKED, BEGAN, may_skip, noted, noting, on_node, registers
+from autograd_hacks.capture.above import ABOVE
+from autograd_hacks.capture.arrivals import ASKED, BEGAN, MIXED, may_skip, noted, noting, on_node, registers
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
-from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf
+from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf, Value
 from autograd_hacks.support.internals import dispatch_modes, is_transformed, made, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -75,8 +76,7 @@ def meet(backward: Backward, ran: Ran) -> None:
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
     if within.facts.calls is None or not (compared and is_usual):
         return
-    trace = ran.trace
-    uses = [*ran.uses]
+    trace, uses = ran.trace, [*ran.uses]
     uses += [node for one in compress(ran.noted, within.facts.calls) for node, _ in one.hooks]  # whose rules give rows
     outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
     own = map(id, backward.record.own_among(compared))
@@ -137,17 +137,24 @@ def _backward(
 ) -> None:
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
-    roots, asked, hooks, models = [node for node in nodes if node is not None], None, [], [*_HOOKED]
+    values = [Value(node, root.output_nr) for root, node in zip(tensors, nodes) if node is not None]
+    roots, asked, hooks, models = [value.node for value in values], None, [], [*_HOOKED]
     if watching := [own for own in models if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked for own in watching))
         for own in watching:
             if own.watching is not None:
                 own.watching.over([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
-    is_usual = inputs is None and not (create_graph or hooks) and Switch.on() and current_task() == NO_TASK
-    if is_usual and not (is_transformed() or dispatch_modes()):
+    is_seen = Switch.on() and current_task() == NO_TASK and not is_transformed()
+    if is_seen and inputs is None and not (create_graph or hooks or dispatch_modes()):
         asked = _asked(roots, models)
-    with kept(BEGAN, "reduced"), nullcontext() if asked is None else noted(roots, ASKED, asked):
+    is_told = any(root is BEGAN.announced for root in tensors) or not models
+    mixed = ABOVE.mixing_in(values) if is_seen and not is_told else {}
+    with (
+        kept(BEGAN, "reduced"),
+        nullcontext() if asked is None else noted(roots, ASKED, asked),
+        noted(roots, MIXED, mixed) if mixed else nullcontext(),
+    ):
         BEGAN.reduced = _reduced(roots)
         given = inputs if asked is None else asked.inputs
         _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, given)
@@ -177,8 +184,7 @@ def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:
     seen, taken, others = dict.fromkeys(nodes), dict[Any, None](), dict[Any, None]()
     entered: set[tuple[int, Any]] = {(-1, node) for node in nodes}  # nodes, with the forward from which the pass comes
     for node in nodes:  # the list grows
-        number = sequence_number(node)
-        if number in uses:
+        if (number := sequence_number(node)) in uses:
             inputs.append(GradientEdge(node, 0))
         leaves, within = taken if number in takers else others, 0 if number in first else _of(met, number)
         for ahead, _ in node.next_functions:

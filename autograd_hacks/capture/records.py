@@ -82,8 +82,7 @@ class Pass:
 
     def received_at(self, use: Use) -> OutputGrads:
         """What came to a use so far, to be added to."""
-        found = self.received.get(use)
-        if found is None:
+        if (found := self.received.get(use)) is None:
             found = self.received[use] = self.told_by[use] = OutputGrads([None] * use.slots, [0] * use.slots)
         return found
 
@@ -134,7 +133,7 @@ def assumed(what: str, said: set[Any], reduced: frozenset[Any] = frozenset()) ->
         print(
             f"autograd_hacks: no loss_type was given, so the loss is assumed to be the {what} of the samples' losses. Rows "
             "of others are wrong: give loss_type='sum' or 'mean', scale=1/K for loss / K, and N losses to "
-            "autograd_hacks.backward for class weights, ignored targets or samples that are compared. "
+            "autograd_hacks.backward for class weights or ignored targets. "
             f"loss_type={what!r} hides this line" + ON_REDUCTION.replace("\nM", ". M"),
             file=sys.stderr,
         )
@@ -350,8 +349,7 @@ class Record:
         """Everything that can be read, as pairs of text for messages: a description, and the memory it takes."""
         passes = self.passes
         if not passes:
-            why = "no backward pass yet" if self.forwards else "no forward pass yet"
-            return [("recorded", self.why_empty or why)]
+            return [("recorded", self.why_empty or ("no backward pass yet" if self.forwards else "no forward pass yet"))]
         received = [(call, grads) for recorded in passes for call, grads in recorded.received.items()]
         held = [x for call, grads in received for x in (*(x for x, _ in call.versions), *grads.at) if x is not None]
         try:
@@ -404,7 +402,6 @@ class Record:
 
         A tensor that replaces a parameter, as in functional_call or by later assignment, gets a name of its own.
         path: the layer's    local: the parameter's name in the layer"""
-        name = self.names.get(parameter) or self.others.get(parameter)
-        if name is None:
+        if (name := self.names.get(parameter) or self.others.get(parameter)) is None:
             self.others[parameter] = name = f"{path}.{local}".lstrip(".") + f", another tensor ({id(parameter)})"
         return name

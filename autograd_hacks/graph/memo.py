@@ -61,7 +61,7 @@ class Memo:
         ]
         key = (trace.key, tuple(roots), tuple(told), samples)
         entry = self._kept.get(key)
-        if entry is not None and _holds(entry.walk, trace, samples, memory):
+        if entry is not None and holds(entry.walk, trace, samples, memory):
             self._kept.move_to_end(key)
             self.hits += 1
             return entry.walk
@@ -94,7 +94,7 @@ class Memo:
         return {}
 
 
-def _holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
+def holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
     nodes = trace.nodes
     try:
         for k, name, value in walk.read:

@@ -29,7 +29,8 @@ _ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_l
 binary_cross_entropy binary_cross_entropy_with_logits"""
 _MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze expand repeat flip slice select unbind split
 split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
-masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg"""
+masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg cumsum roll constant_pad_nd tril triu
+index_add index_put scatter scatter_add unfold"""
 _VIEWS, _SPLITS = "view unsafe_view reshape_alias", "split split_with_sizes unsafe_split unsafe_split_with_sizes"
 _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _PRODUCTS, _RESHAPE, _SPLIT = (
     {node_name(name) for name in names.split()}
@@ -45,16 +46,20 @@ Given = Mapping[int, Sequence[tuple[Tensor, int]]]
 """The arguments by their memory, each with the axis on which it has the samples."""
 
 
-def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Value], bool]:
+def frontier(
+    loss: Value, samples: int, ends: Collection[Node], within: Collection[Node] | None = None, past: Collection[Value] = ()
+) -> tuple[list[Value], bool]:
     """The values that a loss adds up, and whether it is a function f of their sum, as the root of a mean is.
 
     Each value has an axis that may be the samples', or is the result of an operation that isn't linear.  f has to be
     applied to the whole loss, so that it scales the gradients of all samples alike.
 
     ends: nodes at which to stop
+    within: the nodes that lead there, if anything else is a constant
+    past: values that are followed further, if they can be
     """
     found, waiting, is_whole, is_scaled = dict[Value, None](), [loss], True, False
-    if shape_of(loss).numel() != 1:  # no loss
+    if within is None and shape_of(loss).numel() != 1:  # no loss
         return [loss], False
     while waiting:
         is_whole &= len(waiting) == 1
@@ -62,18 +67,16 @@ def frontier(loss: Value, samples: int, ends: Collection[Node]) -> tuple[list[Va
         node: Any = value.node
         if value in found or node in ends or type(node) is Leaf:
             continue
-        name, shape, ahead = _name(node), shape_of(value), list(inputs_of(node))
-        is_one = shape.numel() == 1
+        name, shape, ahead = _name(node), shape_of(value), [x for x in inputs_of(node) if within is None or x.node in within]
+        is_one, first = shape.numel() == 1, node.next_functions[:1]
         if name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
-        elif not is_one and candidates(shape, samples, range(len(shape))):
+        elif not is_one and value not in past and candidates(shape, samples, range(len(shape))):
             found[value] = None
-        elif name in _LINEAR or (
-            name in _BILINEAR and len(ahead) == 1 and (name != "Div" or node.next_functions[0][0] is not None)
-        ):
+        elif name in _LINEAR or (name in _BILINEAR and len(ahead) == 1 and (name != "Div" or first[0] in ahead)):
             waiting += ahead  # and it doesn't divide by them
-        elif is_one and "linear_cross_entropy" in node.name():  # its weight is no sample's
-            found |= dict.fromkeys(ahead[:1] if node.next_functions[0][0] is not None else ())
+        elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
+            found |= dict.fromkeys(x for x in ahead if x in first)
         elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
             found |= dict.fromkeys(ahead)
             is_scaled |= name in _NORM
@@ -88,10 +91,11 @@ def _name(node: Any) -> str:
     return str(node.name().split("Backward")[0].rpartition("::")[2])
 
 
-def picked(root: Value, samples: int) -> tuple[Tensor, Value] | None:
+def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tensor, Value] | None:
     """The sample of each entry on axis 0 of a value, if values picked the entries, as in h[mask]; None if nothing shows it.
 
-    Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0.
+    Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0; to the
+    nearest at some ends, if there are any.
     Those are assumed to be the samples in order, so a walk has to confirm the answer.  A number is its own only row.
     Returns that value, too.
     """
@@ -101,7 +105,7 @@ def picked(root: Value, samples: int) -> tuple[Tensor, Value] | None:
     while in_order or by_values:  # what an index picked comes last, since tables are read by an index too
         node, number, rows = (in_order or by_values).popleft()
         shape = shape_of(Value(node, number))
-        if shape and shape[0] == samples:
+        if shape and shape[0] == samples and (not ends or node in ends):
             are_of_one = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
             return (rows[:, 0], Value(node, number)) if are_of_one else None
         other: Any

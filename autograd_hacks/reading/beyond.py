@@ -8,17 +8,19 @@ the node's inputs, whose samples the node's own law tells; and a later pass goes
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, returned_in
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, put_on, returned_in
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import LayerCall, packed_into
 from autograd_hacks.capture.gradient_hooks import Labels
@@ -27,11 +29,16 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, viewed
-from autograd_hacks.reading.reader import Reader, agree, label_of
-from autograd_hacks.support.graph import Value, leaves_behind, made, nodes_behind, shape_of
+from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, Shape, entries, scattered, viewed
+from autograd_hacks.graph.memo import KEPT, holds
+from autograd_hacks.graph.roots import frontier, picked
+from autograd_hacks.graph.trace import END, Nested, Trace
+from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
+from autograd_hacks.reading.reader import Reader, agree, grads_kept, label_of
+from autograd_hacks.support.contexts import plainly_saved
+from autograd_hacks.support.graph import Value, is_users, leaves_behind, line_of, made, nodes_behind, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
-from autograd_hacks.support.layout import Layout, samples_of_rows
+from autograd_hacks.support.layout import Layout, candidates, samples_of_rows
 from autograd_hacks.support.switch import Switch
 
 BETWEEN = (
@@ -39,6 +46,13 @@ BETWEEN = (
     "sample, at {}. Or independence is asked for, which is shown of each call by itself. Compute it within one model's "
     "forward, or give the later call such outputs as they are, or detached."
 )
+MIXING = (
+    "samples mix in the loss, or may, as in a contrastive loss or one with statistics of the batch, so there are no "
+    "per-sample gradients. Samples mix at {}{}. If each sample has a loss of its own, and only this node doesn't show it, "
+    "give the N losses to autograd_hacks.backward(losses). If two samples share a loss, run the model once for each half of "
+    "such pairs."
+)
+_MEMORY = Memory(lambda _: False)
 
 
 def _ran_behind(
@@ -64,8 +78,7 @@ def read_outside(x: Tensor) -> str:
         return ""
     behind = returned_in([Value(x.grad_fn, x.output_nr)])
     found = [mark.recorder() for mark in behind.marks.values()] + [receiver.owner() for receiver in behind.receivers]
-    mixed = [_read_loss(own, x, behind) for own in dict.fromkeys(found) if isinstance(own, Recorder)]
-    return next(filter(None, mixed), "")
+    return next(filter(None, [_read_loss(own, x, behind) for own in dict.fromkeys(found) if isinstance(own, Recorder)]), "")
 
 
 def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
@@ -75,8 +88,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     while True:
         ran = _ran_behind(recorder, [x], ends, max(numbers, default=recorder.record.forwards), samples)
         reader = Reader(ran, samples, {Value(x.grad_fn, x.output_nr): Layout()}, memo=recorder.kinds.memo)
-        found, hooked = reader.read(), _hooked(recorder, reader)
-        nodes = reader.trace.nodes
+        found, hooked, nodes = reader.read(), _hooked(recorder, reader), reader.trace.nodes
         found.uses = {k: own for k, own in found.uses.items() if nodes[k] not in hooked}
         # Of a value that a derivative takes once more, the forward's own use gets the gradient: there, the walk ends.
         taken = reader.trace.behind([j for values, _ in found.uses.values() for j, *_ in values])
@@ -153,20 +165,29 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
 
 def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
     """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
-    marks = [(value, mark) for value, mark in behind.marks.items() if mark.at is not None]  # else it is refused on arrival
-    expected: list[tuple[Any, int, Mapping[Value, Label]]] = [
-        (mark.recorder(), mark.samples, {at: label_of(mark.at, shape_of(at), mark.samples)}) for at, mark in marks
-    ]
-    for node in reader.trace.nodes:
-        for hook in on_node(node):
-            use = hook.use
-            # Of a recurrent layer by itself the rule alone knows where the samples are.
-            is_alone = isinstance(use, LayerCall) and use.within.facts.calls is None and use.known.rule.axes is not None
-            if use is not None and use.edges and not is_alone:  # without edges, other nodes give the rows
-                expected.append((hook.receiver.owner(), *_labels(use, node, hook if isinstance(hook, AtOutput) else None)))
-    told = [(own, labels) for own, samples, labels in expected if isinstance(own, Recorder) and samples == reader.samples]
-    known = reader.number.keys()
-    return {own for own, labels in told if not all(reader.is_in_order(*at) for at in labels.items() if at[0].node in known)}
+    return {
+        own
+        for own, samples, value, label in _read_of(reader.trace.nodes, behind.marks)
+        if samples == reader.samples and value.node in reader.number and not reader.is_in_order(value, label)
+    }
+
+
+# A value of a model's that is read outside of its forward: the model's recorder, N, and the label of a gradient there.
+_Read = tuple[Recorder, int, Value, Label]
+
+
+def _read_of(nodes: Iterable[Node], marks: Mapping[Value, Returned]) -> Iterator[_Read]:
+    """What there is at marked outputs, and at uses whose nodes are among some."""
+    for value, mark in marks.items():
+        if mark.at is not None and isinstance(own := mark.recorder(), Recorder):  # else it is refused as it arrives
+            yield own, mark.samples, value, label_of(mark.at, shape_of(value), mark.samples)
+    for node, hook in [(own, hook) for own in nodes for hook in on_node(own)]:
+        use, own = hook.use, hook.receiver.owner()
+        # Of a recurrent layer by itself the rule alone knows where the samples are.
+        is_alone = isinstance(use, LayerCall) and use.within.facts.calls is None and use.known.rule.axes is not None
+        if use is not None and use.edges and not is_alone and isinstance(own, Recorder):  # else other nodes give the rows
+            samples, labels = _labels(use, node, hook if isinstance(hook, AtOutput) else None)
+            yield from ((own, samples, *at) for at in labels.items())
 
 
 def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:
@@ -207,9 +228,8 @@ def follow(recorder: weakref.ref[Recorder], use: Use, node: Node, hook: AtOutput
     reader = Reader(_ran_behind(own, (), ends, use.within.forward, samples, [node]), samples, labels)
     trace, walk = reader.trace, reader.walk
     places: dict[int, set[int]] = {}
-    for k, place, *_ in walk.uses:
-        if k >= 0:
-            places.setdefault(k, set()).add(place)
+    for k, place in [own[:2] for own in walk.uses if own.node >= 0]:
+        places.setdefault(k, set()).add(place)
     if isinstance(use, LayerCall) and _leads_inside(reader, places):
         # A graph made inside leads to inner values, around the output.  From now on the call's nodes give the rows.
         _attach(own, reader)
@@ -288,4 +308,112 @@ def _computed(
         _attach(own, Reader(ran, samples, roots))
 
 
-ABOVE.created, ABOVE.between = follow, read_between
+class _Ends(frozenset[Node]):
+    """Instead of its own nodes it has those at which models have returned something, or have uses."""
+
+    def __contains__(self, node: Any) -> bool:
+        return Returned in node.metadata or put_on in node.metadata
+
+
+def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
+    """Why passes from some values have no rows: of each model whose samples are compared on the way."""
+    refused = dict[Backward, str]()
+    with suppress(Nested), plainly_saved():
+        trace = Trace(roots, (), _Ends(node for node, _ in roots))
+        ends = [node for node, kind in zip(trace.nodes, trace.kinds) if kind is END]
+        marks = {Value(node, n): mark for node in ends for n, mark in node.metadata.get(Returned, {}).items()}
+        read = [
+            own for own in _read_of([node for node in ends if Returned not in node.metadata], marks)
+            if own[1] > 1 and own[0].kinds.probes and own[0].record.documents is None and own[0].backward.hears()
+        ]  # fmt: skip
+        parameters = (p for own, *_ in read for p in own.record.names.keys())  # noqa: SIM118  # it has no iterator
+        with grads_kept(parameters) if any(map(is_users, trace.nodes)) else nullcontext():
+            for samples in dict.fromkeys([own[1] for own in read]):
+                total = _Total(trace, samples, [own for own in read if own[1] == samples])
+                for value, node in total.unsorted(roots).items():
+                    after, why = trace.behind([trace.number[value.node]]), MIXING.format(node.name(), line_of(node))
+                    refused |= {own.backward: why for own, _, at, _ in total.read if trace.number[at.node] in after}
+    return refused
+
+
+class _Total:
+    """A number, as it adds up what it reads of models that had N samples.
+
+    It is followed like one that a model makes itself, to the values that it adds up.  Their entries are sorted into classes,
+    as an axis may do it, and labels of these are walked down to the models.  If each class comes to one sample's entries
+    there, it is a part of that sample's loss, in whatever order the loss has the samples.
+    """
+
+    def __init__(self, trace: Trace, samples: int, read: Sequence[_Read]) -> None:
+        self.trace, self.samples, self.read, self.ends = trace, samples, read, {value.node for *_, value, _ in read}
+        self.walks = list[tuple[Walk, int]]()  # those that show whose its parts are, with the number of classes
+
+    def unsorted(self, roots: Sequence[Value]) -> Mapping[Value, Node]:
+        """Values of which nothing shows it, with the nodes where samples seem to mix."""
+        trace, kinds = self.trace, self.read[0][0].kinds
+        at = [(trace.number[value.node], value.number, label) for _, _, value, label in self.read]
+        known = kinds.losses.get(key := (trace.key, self.samples, *at))
+        if known is not None and all(holds(walk, trace, count, _MEMORY) for walk, count in known):
+            return {}
+        leading = {k for k, *_ in at}
+        for k in reversed(trace.order):
+            leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
+        within, past, wrong, added = {trace.nodes[k] for k in leading}, set[Value](), dict[Value, Node](), list[Value]()
+        while True:
+            found = (frontier(own, self.samples, self.ends, within, past)[0] for own in roots if own.node in within)
+            before, added = added, list(dict.fromkeys([value for own in found for value in own]))
+            if added == before or not (wrong := self._unsorted(added)):
+                break
+            past.update(wrong)
+        kinds.losses = dict([*kinds.losses.items()][-KEPT // 4 :]) | ({} if wrong else {key: self.walks})
+        return wrong
+
+    def _unsorted(self, values: Sequence[Value]) -> dict[Value, Node]:
+        nodes = list[Node]()
+        for labels, count in self._classes(values):
+            if (node := self._mixes(values, labels, count)) is None:
+                return {}
+            nodes.append(node)
+        return (
+            {values[0]: nodes[0]}
+            if len(values) == 1
+            else {k: at for own in values for k, at in self._unsorted([own]).items()}
+        )
+
+    def _classes(self, values: Sequence[Value]) -> Iterator[tuple[Sequence[Label], int]]:
+        """Classes to which the entries of values may belong, the likeliest first, with their number."""
+        if len(values) != 1:
+            likeliest = [next(self._classes([value])) for value in values]
+            if all(count == self.samples for _, count in likeliest):
+                yield [labels[0] for labels, _ in likeliest], self.samples
+            return
+        shape = shape_of(values[0])
+        for layout in candidates(shape, self.samples, range(len(shape))):
+            yield [label_of(layout, shape, self.samples)], self.samples
+        if (found := picked(values[0], self.samples, self.ends if shape[:1] == (self.samples,) else ())) is not None:
+            is_of_one = len(found[0]) > 0 and bool((found[0] == found[0][0]).all())
+            yield [One(int(found[0][0])) if is_of_one else label_of(found[0], shape, self.samples)], self.samples
+        yield from (([At(dim)], size) for dim, size in enumerate(shape) if size not in (1, self.samples))
+        yield [One(0)], 2  # as in a loop over samples
+
+    def _mixes(self, values: Sequence[Value], labels: Sequence[Label], count: int) -> Node | None:
+        """A node where samples seem to mix; None if each class comes to one sample's entries."""
+        self.trace.roots = [(self.trace.number[node], number) for node, number in values]
+        for mode in ("", ORDERS, ZEROS):
+            walk = walked(self.trace, dict(enumerate(labels)), count, _MEMORY, (mode,))
+            at = ((self.trace.number[node], node, n, own) for *_, (node, n), own in self.read)
+            found = [(walk.labels[k][n], own, shape_of(Value(node, n))) for k, node, n, own in at]
+            pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
+            for label, own, shape in found:
+                if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
+                    both = entries(label, shape, count, "cpu"), entries(own, shape, self.samples, "cpu")
+                    pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
+            classes, samples = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
+            are_apart = not any(isinstance(label, Several) and 0 not in shape for label, _, shape in found)
+            if are_apart and scattered(samples, classes, count) is not None:
+                self.walks.append((walk, count))
+                return None
+        return next((self.trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
+
+
+ABOVE.created, ABOVE.between, ABOVE.mixing_in = follow, read_between, mixing_in

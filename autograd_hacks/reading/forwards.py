@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed, own_hook
@@ -30,7 +28,7 @@ from autograd_hacks.reading.certificate import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
 from autograd_hacks.reading.reader import Read, Reader, Where, label_of
-from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, line_of, shape_of
 from autograd_hacks.support.layout import Layout
 
 LAYERS = 4
@@ -86,11 +84,9 @@ class Chosen:
 
 
 def _under(ran: Ran, hypothesis: Hypothesis, memo: Memo) -> Chosen:
-    batch = batch_axes(ran, hypothesis)
-    places = {ran.value(at): where for at, where in hypothesis.places.items()}
+    batch, places = batch_axes(ran, hypothesis), {ran.value(at): where for at, where in hypothesis.places.items()}
     reader = Reader(ran, hypothesis.samples, places, batch, memo)
-    found = reader.known()
-    if found is not None:
+    if (found := reader.known()) is not None:
         return Chosen(hypothesis, reader, True, found)
     if hypothesis.counted_at is not None or hypothesis.samples < 2:
         return Chosen(hypothesis, reader, True)
@@ -326,7 +322,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         return (
             f"{MIXING}: output number {slot} of the model, of shape {tuple(ran.outputs[slot].shape)}, has no axis with the "
             "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
-            f"of one such sum. {value.node.name()}{_line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
+            f"of one such sum. {value.node.name()}{line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
             "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
             "autograd_hacks.backward(losses). " + A_BATCH
         )
@@ -346,13 +342,6 @@ def _is_unbatched(noted: Noted) -> bool:
     if isinstance(layer, nn.modules.conv._ConvNd):
         return ndim < 2 + len(layer.kernel_size)
     return rule is not None and rule.features is not None and ndim <= rule.features(layer)
-
-
-def _line_of(node: Node) -> str:
-    """The line that made a node, which torch notes while it looks for anomalies."""
-    noted: Any = node.metadata
-    frames = noted.get("traceback_")
-    return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
 
 
 def assume(ran: Ran) -> None:

@@ -6,7 +6,7 @@ one was, since labels are a function of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -76,7 +76,8 @@ class Reader:
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
         # A Function may run a backward pass of its own.
         asks = any(map(is_users, {type(node): node for node in self.trace.nodes}.values()))
-        self._kept = partial(grads_kept, ran) if asks else nullcontext
+        modules = (p for m in ran.modules for p in m._parameters.values() if p is not None)
+        self._kept = partial(grads_kept, [*ran.parameters.values(), *modules]) if asks else nullcontext
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)
@@ -142,8 +143,7 @@ class Reader:
         return found
 
     def read(self) -> Read:
-        found = Read()
-        apart, unsure, number, own = set[int](), set[str](), self.number, self.walk.of_parameters
+        found, apart, unsure, number, own = Read(), set[int](), set[str](), self.number, self.walk.of_parameters
         for n, (noted, nodes) in enumerate(zip(self.ran.noted, self.ran.inside)):
             inside = [k for k in map(number.get, nodes) if k is not None]
             # One sample's gradient comes to its parameters unsummed, so that of other uses with it.
@@ -169,12 +169,10 @@ class Reader:
     def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
         """By node, who takes its outputs: nodes, -1 for a loss; the number of their input; and the number of the output."""
         found: dict[int, list[tuple[int, int, int]]] = {}
-        for k, ahead in enumerate(self.trace.edges):
-            for place, edge in enumerate(ahead):
-                if edge is not None:
-                    found.setdefault(edge[0], []).append((k, place, edge[1]))
-        for k, number in self.trace.roots:  # the loss brings gradient there
-            found.setdefault(k, []).append((-1, 0, number))
+        taken = ((edge, k, place) for k, ahead in enumerate(self.trace.edges) for place, edge in enumerate(ahead))
+        for edge, k, place in (*taken, *((root, -1, 0) for root in self.trace.roots)):  # the loss brings gradient to roots
+            if edge is not None:
+                found.setdefault(edge[0], []).append((k, place, edge[1]))
         return found
 
     def _is_used_outside(self, noted: Noted, inside: Collection[int], of_one: bool) -> bool:
@@ -393,10 +391,9 @@ def agree(label: Label, expected: Label, shape: Sequence[int], samples: int) -> 
 
 
 @contextmanager
-def grads_kept(ran: Ran) -> Iterator[None]:
+def grads_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
     """A context that restores ``.grad``, because a user's function may run its own backward pass inside backward."""
-    every = [*ran.parameters.values(), *(p for m in ran.modules for p in m._parameters.values() if p is not None)]
-    grads = {p: p.grad for p in every if p.is_leaf}
+    grads = {p: p.grad for p in parameters if p.is_leaf}
 
     def undo() -> None:
         for p, grad in grads.items():

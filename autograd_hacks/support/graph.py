@@ -95,6 +95,13 @@ def inputs_of(node: Node) -> Iterator[Value]:
     return (Value(ahead, number) for ahead, number in node.next_functions if ahead is not None)
 
 
+def line_of(node: Node) -> str:
+    """The line that made a node, which torch notes while it looks for anomalies."""
+    noted: Any = node.metadata
+    frames = noted.get("traceback_")
+    return "" if not frames else f" ({frames[-1].split(', in ')[0].strip()})"
+
+
 _OF_RESULTS = tuple(RAW + name for name in ("result", "output", "rstd", "mean", "save_", "logsumexp", "philox"))
 """The first part of the names of attributes under which nodes save their own results."""
 

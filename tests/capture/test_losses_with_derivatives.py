@@ -14,7 +14,7 @@ from derivatives import LOSSES, gradient_penalty, laplacian, rows_of, step
 from hypothesis import given
 from oracle import assert_same, joined, one_loss_at_a_time, squares
 from rarely import crossed
-from steps import batch, check_hooked
+from steps import batch
 from strategies import Case, layers
 from test_derivatives import check_loss, check_step, found, made
 from test_parts import BODIES, Net
@@ -35,19 +35,6 @@ def test_second_derivatives_of_every_layer(case: Case) -> None:
         return
     with autograd_hacks.add_hooks(case.layer):
         check_loss(case.layer, gradient_penalty, case.x)
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_a_critic_with_three_forwards(param_grad: bool) -> None:
-    """WGAN-GP: of real and of generated samples, and a penalty on the slope between them."""
-    critic, real, made_up = made("mlp")[0], torch.randn(4, 3).double(), torch.randn(4, 3).double()
-
-    def losses() -> Tensor:
-        mixed = (real + made_up).div(2).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        return (critic(made_up) - critic(real)).sum(1) + 10 * (slope.norm(dim=1) - 1).square()
-
-    check_hooked(critic, *[losses] * 3, param_grad=param_grad)
 
 
 def test_streaming_and_accumulating() -> None:

@@ -267,39 +267,29 @@ def test_bags_with_offsets(mode: str) -> None:
 # Laws against values: what is shown doesn't change if other samples do.
 
 KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
-    "a norm": lambda h: F.layer_norm(h, (WIDTH,)),
-    "a softmax": lambda h: h.softmax(-1),
-    "turned along features": lambda h: h.roll(1, 1),
-    "chosen": lambda h: h * (h[:, :1] > 0),
-    "turned twice": lambda h: h.flip(0).flip(0),
-    "parts": lambda h: torch.cat([h[:2], h[2:]]),
+    "a norm": lambda h: F.layer_norm(h, (WIDTH,)), "a softmax": lambda h: h.softmax(-1),
+    "turned along features": lambda h: h.roll(1, 1), "chosen": lambda h: h * (h[:, :1] > 0),
+    "turned twice": lambda h: h.flip(0).flip(0), "parts": lambda h: torch.cat([h[:2], h[2:]]),
     "written": lambda h: h.new_zeros(h.shape).index_copy(0, torch.arange(len(h)), h),
     "in memory": lambda h: h.clone().t().mul_(2).t(),
     "columns into memory": lambda h: _put(h, lambda o: o[:, 0].copy_(h[:, 1])),
     "by a mask": lambda h: h.masked_fill(h.isnan(), 0.0),
-    "a product of features": lambda h: (h[:, :, None] * h[:, None]).sum(2),
-    "windows": lambda h: h.unfold(0, 1, 1)[..., 0],
-    "a loop": lambda h: torch.stack([*h]),
-    "strided": lambda h: h.contiguous().as_strided((6, WIDTH), (WIDTH, 1)),
+    "a product of features": lambda h: (h[:, :, None] * h[:, None]).sum(2), "windows": lambda h: h.unfold(0, 1, 1)[..., 0],
+    "a loop": lambda h: torch.stack([*h]), "strided": lambda h: h.contiguous().as_strided((6, WIDTH), (WIDTH, 1)),
     "losses of classes": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH, reduction="none")[:, None] * h,
     "routed": lambda h: h.new_zeros(h.shape).index_add(0, above(h), h[above(h)]),
-}
+}  # fmt: skip
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
-    "a mean": lambda h: h - h.mean(0),
-    "turned": lambda h: h.roll(1, 0),
-    "sorted samples": lambda h: h.sort(0).values,
+    "a mean": lambda h: h - h.mean(0), "turned": lambda h: h.roll(1, 0), "sorted samples": lambda h: h.sort(0).values,
     "parts in another order": lambda h: torch.cat([h[1:], h[:1]]),
     "written elsewhere": lambda h: h.new_zeros(h.shape).index_copy(0, torch.arange(len(h)).flip(0), h),
-    "a row into memory": lambda h: _put(h, lambda o: o[0].copy_(h[1])),
-    "the largest": lambda h: h / h.abs().amax(),
-    "a product of samples": lambda h: h @ h.T @ h,
-    "ranks": lambda h: h[h[:, 0].argsort().argsort()],
-    "the first of those routed": lambda h: h + h[above(h)][:1].sum(0),
-    "how many were routed": lambda h: h * len(above(h)),
+    "a row into memory": lambda h: _put(h, lambda o: o[0].copy_(h[1])), "the largest": lambda h: h / h.abs().amax(),
+    "a product of samples": lambda h: h @ h.T @ h, "ranks": lambda h: h[h[:, 0].argsort().argsort()],
+    "the first of those routed": lambda h: h + h[above(h)][:1].sum(0), "how many were routed": lambda h: h * len(above(h)),
     "one for all": lambda h: h[:1].expand_as(h) + h,
     "the first, strided": lambda h: h.contiguous().as_strided((6, WIDTH), (0, 1)),
     "a loss of all": lambda h: F.nll_loss(h, torch.arange(6) % WIDTH) * h,
-}
+}  # fmt: skip
 
 
 def _put(h: Tensor, write: Callable[[Tensor], object]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses that a model makes itself, and gates that are zero at first."""
+"""Losses that a model makes itself, or that are made of what it returns, and gates that are zero at first."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixing import MIXING, SIZES, AsLoss, How, check_derivatives, check_refused, check_right, data, steps_of, zeroed
 from nets import Between
+from oracle import assert_rows, one_loss_at_a_time
 from torch import Tensor
+from torch.distributions import Normal
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 from twin import Bare
 
 import autograd_hacks
@@ -197,7 +201,7 @@ def test_outputs_beside_a_loss_show_the_samples() -> None:
 
 
 def test_the_message_names_the_node_and_its_line() -> None:
-    says = r"VarBackward0 .*test_losses_inside.py.*\(3,\).*backward\(losses\)"
+    says = r"VarBackward0 .*test_losses.py.*\(3,\).*backward\(losses\)"
     with torch.autograd.set_detect_anomaly(True):
         check_refused(Composed(1, 3, ["variance"], False), (data(5, 2),), error=SamplesMixed, match=says)
 
@@ -212,6 +216,149 @@ def test_the_message_names_the_node_and_its_line() -> None:
 def test_random_reductions(samples: int, positions: int, features: int, steps: list[str], hides: bool) -> None:
     torch.manual_seed(samples)
     check_rows_or_refused(Composed(positions, features, steps, hides), torch.randn(samples, 2).double())
+
+
+# Losses made of what a model returns: whether they add up losses of samples
+
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+"""A model, N T 3 numbers and N targets -> a number."""
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def of_each(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    """A loss of one vector for each sample."""
+    return lambda m, x, y: loss(m(x[:, 0]), y)
+
+
+def of_tokens(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    return lambda m, x, y: loss(m(x), (y[:, None] + torch.arange(x.shape[1])) % 4)
+
+
+def pairs(z: Tensor) -> tuple[Tensor, Tensor]:
+    return z[: len(z) // 2], z[len(z) // 2 : len(z) // 2 * 2]
+
+
+def normed(z: Tensor) -> Tensor:
+    return F.batch_norm(z, None, None, training=True)
+
+
+OUTSIDE: dict[str, Loss] = {
+    **{name: of_each(lambda z, y, loss=loss: loss(z)) for name, loss in LOSSES.items() if name != "one by one"},
+    "CLIP": lambda m, x, y: F.cross_entropy(m(x[:, 0]) @ m(x[:, 1]).T, torch.arange(len(x))),
+    "supervised contrast": of_each(lambda z, y: ((z @ z.T).log_softmax(1) * (y[:, None] == y)).sum() / len(z)),
+    "a triplet within the batch": of_each(lambda z, y: F.triplet_margin_loss(z, z + 0.1, z.roll(1, 0))),
+    "ranks": of_each(lambda z, y: F.relu(1 - (z[:, :1] - z[:, 0])).mean()),
+    "pairs of halves": of_each(lambda z, y: -F.logsigmoid(pairs(z)[0] - pairs(z)[1]).mean()),
+    "MMD": of_each(lambda z, y: torch.exp(-torch.cdist(*pairs(z))).mean() - torch.exp(-torch.cdist(z, z)).mean()),
+    "centred": of_each(lambda z, y: (z - z.mean(0)).square().mean()),
+    "Barlow twins": lambda m, x, y: (normed(m(x[:, 0])).T @ normed(m(x[:, 1])) - torch.eye(4).double()).square().sum(),
+    "a little beside": of_each(lambda z, y: F.cross_entropy(z, y) + 1e-4 * z.std(0).sum()),
+    "a batch norm behind": of_each(lambda z, y: F.cross_entropy(normed(z), y)),
+    "dice of the batch": of_each(lambda z, y: 1 - (z.sigmoid() * z.detach()).sum() / (z.sigmoid() + 1).sum()),
+    "weights of the batch": of_each(lambda z, y: (z[:, 0].softmax(0) * F.cross_entropy(z, y, reduction="none")).sum()),
+}
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.square()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def ctc(z: Tensor, y: Tensor) -> Tensor:
+    lengths = torch.full((len(z),), z.shape[1])
+    return F.ctc_loss(z.log_softmax(2).transpose(0, 1), y[:, :1] % 3 + 1, lengths, torch.ones_like(lengths))
+
+
+def slope(m: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad(m(x.requires_grad_()).sum(), x, create_graph=True)[0].norm(dim=1)
+
+
+def packed(z: Tensor, lengths: Tensor) -> Tensor:
+    return pack_padded_sequence(z, lengths, batch_first=True, enforce_sorted=False).data
+
+
+W, TEACHER = torch.zeros((), dtype=torch.float64, requires_grad=True), net()
+OWN: dict[str, Loss] = {
+    "weighted": of_each(
+        lambda z, y: F.cross_entropy(z, y, torch.arange(1, 5).double(), ignore_index=2, label_smoothing=0.1)
+    ),
+    "tokens": of_tokens(lambda z, y: F.cross_entropy(z.view(-1, 4), y.view(-1))),
+    "the next token": of_tokens(lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, 4), y[:, 1:].reshape(-1))),
+    "time first": of_tokens(lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, 4), y.T.reshape(-1))),
+    "some tokens": of_tokens(lambda z, y: F.cross_entropy(z[y > 1], y[y > 1])),
+    "a masked mean": of_tokens(lambda z, y: (z.square().sum(2) * (y > 1)).sum() / (y > 1).sum()),
+    "squares": of_each(lambda z, y: F.mse_loss(z[:, 0], y.double()) * torch.tensor(65536.0) / 4),
+    "their root": of_each(lambda z, y: F.mse_loss(z[:, 0], y.double()).sqrt() + W.square()),
+    "binary": of_each(lambda z, y: F.binary_cross_entropy_with_logits(z, z.detach().sigmoid(), pos_weight=torch.ones(4))),
+    "divergence": of_each(lambda z, y: F.kl_div(z.log_softmax(1), z.detach().softmax(1), reduction="batchmean")),
+    "ctc": of_tokens(ctc),
+    "a distribution": of_each(lambda z, y: -Normal(z[:, :2], z[:, 2:].exp()).log_prob(y[:, None]).mean()),
+    "several": of_each(
+        lambda z, y: F.cross_entropy(z, y) + 0.1 * F.huber_loss(z[:, 0], y.double()) + 0.01 * z.square().sum()
+    ),
+    "learned weights": of_each(lambda z, y: W.exp() * F.cross_entropy(z * W.exp(), y) + W),
+    "a teacher": lambda m, x, y: F.mse_loss(m(x[:, 0]), TEACHER(x[:, 0])) + TEACHER(x[:, 1]).std(),
+    "a head behind": of_each(lambda z, y: F.cross_entropy(TEACHER[2](F.pad(z, (0, 2))), y)),
+    "two views": lambda m, x, y: -F.cosine_similarity(m(x[:, 0]), m(x[:, 1])).mean(),
+    "three": lambda m, x, y: F.triplet_margin_loss(m(x[:, 0]), m(x[:, 1]), m(x[:, 2])),
+    "preferences": lambda m, x, y: -F.logsigmoid(m(x[:, 0])[:, 0] - m(x[:, 1])[:, 0]).mean(),
+    "a gradient penalty": lambda m, x, y: (m(x[:, 0]) - m(x[:, 1])).mean() + (slope(m, x[:, 2]) - 1).square().mean(),
+    "fused": of_each(lambda z, y: F.linear_cross_entropy(z, TEACHER[0].weight.new_ones(5, 4), y)),
+    "one by one": of_each(lambda z, y: torch.stack([F.cross_entropy(*own) for own in zip(z, y)]).mean()),
+    "their sum": of_each(lambda z, y: sum((F.cross_entropy(*own) for own in zip(z, y)), torch.zeros(()))),
+    "packed": lambda m, x, y: F.cross_entropy(packed(m(x), y + 1), packed((x[..., 0] > 0).long(), y + 1)),
+    "in another order": of_each(lambda z, y: F.cross_entropy(z.flip(0)[torch.arange(len(z)).roll(2)], y)),
+    "some twice": of_each(lambda z, y: F.cross_entropy(z[torch.arange(len(z)) // 2], y)),
+    "means of the batch": of_each(lambda z, y: (z.mean(0) * torch.arange(4)).sum() + z.cumsum(0).mean()),
+    "the worst": of_each(lambda z, y: F.cross_entropy(z, y, reduction="none").sort()[0][-2:].mean() + z.max()),
+    "a Function": of_each(lambda z, y: Squared.apply(z).mean()),
+    "a checkpoint": of_each(lambda z, y: checkpoint(F.cross_entropy, z, y, use_reentrant=False)),
+}
+
+
+def check_rows(model: nn.Module, loss: Loss, samples: int) -> None:
+    """Row n is the gradient that comes through sample n's entries of the outputs."""
+    x, y = torch.randn(samples, 4, 3).double(), torch.arange(samples) * 3 % 4
+
+    def through(n: int, x: Tensor) -> Tensor:
+        out = model(x)
+        return torch.where((torch.arange(samples) == n).view(-1, *[1] * (out.ndim - 1)), out, out.detach())
+
+    model.zero_grad()
+    loss(model, x, y).backward()
+    autograd_hacks.compute_grad1(model, loss_type="sum")
+    parts = [lambda z, n=n: through(n, z) for n in range(samples)]
+    with autograd_hacks.pause_hooks():
+        assert_rows(model, one_loss_at_a_time(model, lambda: torch.stack([loss(own, x.detach(), y) for own in parts])))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("samples", [4, 5])
+def test_losses_that_mix_are_refused_from_the_step_on_in_which_they_begin(name: str, samples: int) -> None:
+    with autograd_hacks.add_hooks(model := net()):
+        for _ in range(2):
+            check_rows(model, OWN["weighted"], samples)
+        for _ in range(2):
+            OUTSIDE[name](model, torch.randn(samples, 4, 3).double(), torch.arange(samples) % 4).backward()
+            with pytest.raises(SamplesMixed, match=r"samples mix in the loss.*Samples mix at \w+.*backward\(losses\)"):
+                autograd_hacks.compute_grad1(model)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_losses_of_single_samples_have_rows(name: str) -> None:
+    with autograd_hacks.add_hooks(model := net()):
+        for samples in (4, 5, 5, 1):
+            check_rows(model, OWN[name], samples)
 
 
 # Gates that are zero at first
