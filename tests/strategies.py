@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autograd_hacks.forms import (
+    Bags,
     Chained,
     Concatenation,
     Convolution,
@@ -195,7 +196,7 @@ class Minimal(Form):
 def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
     """A form that is made of no other.  shape: (O, C, K), or (O, I)"""
     kind = draw(
-        st.sampled_from(["dense", "minimal", "zero", "outer", "lookup", "largest", *["convolution"] * (len(shape) == 3)])
+        st.sampled_from(["dense", "minimal", "zero", "outer", "lookup", "bags", *["convolution"] * (len(shape) == 3)])
     )
     positions = draw(st.integers(1 if kind == "convolution" else 0, 4))
     g = torch.randn(samples, positions, shape[0], dtype=torch.float64)
@@ -210,7 +211,11 @@ def leaf_forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...]) -> Form:
         return Outer(g, torch.randn(samples, positions, shape[-1], dtype=torch.float64), torch.Size(shape))
     if kind == "outer":
         return Outer(g, torch.randn(samples, positions, prod(shape[1:]), dtype=torch.float64), torch.Size(shape))
-    if kind == "largest":  # entries of features of their own, as of the largest in a bag
+    if kind == "bags" and len(shape) == 2:
+        bags = torch.randint(samples, (positions * samples,)).sort()[0] if samples else torch.zeros(0, dtype=torch.long)
+        factors = (torch.randn(size, dtype=torch.float64) for size in ((samples, shape[1]), bags.shape))
+        return Bags(*factors, torch.randint(shape[0], bags.shape), bags, shape[0])
+    if kind == "bags":  # entries of features of their own, as of the largest in a bag
         index = torch.randint(prod(shape), (samples, positions))
         return Lookup(index, torch.randn(samples, positions, 1, dtype=torch.float64), prod(shape), torch.Size(shape))
     if kind == "lookup":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Form
+from autograd_hacks.forms.base import BUDGET, Form, Index
 from autograd_hacks.forms.cost import costs_of
-from autograd_hacks.forms.factored import Paired
-from autograd_hacks.forms.numerics import divisors, looks_free, pairs_of, row_norms
+from autograd_hacks.forms.factored import Factored, Paired
+from autograd_hacks.forms.numerics import divisors, looks_free, members, pairs_of, row_norms, slices_of
 from autograd_hacks.forms.positions import OneHot
+from autograd_hacks.forms.projection import AnyMap, SparseMap, check_is_map
 
 
 class Lookup(Paired):
@@ -32,9 +33,6 @@ class Lookup(Paired):
     def _of(self, *held: Tensor) -> Lookup:
         g, index, *present = held
         return Lookup(index, g, self.entries, self.shape, *present)
-
-    def row_size(self) -> int:
-        return self.shape.numel() + self.g.shape[1:].numel()  # and what is added to it
 
     def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
         if out is not None and not out.is_contiguous():
@@ -103,20 +101,26 @@ class Lookup(Paired):
         return (samples[:, None] * self.entries + self.index).flatten()
 
     def _touched(self) -> tuple[Tensor, Tensor]:
-        """The slots that were read, M, and their values, M D; positions that read the same entry are added up.
+        """The slots that were read, and their values; positions that read the same entry are added up."""
+        return _added(self._slots(), self.g.flatten(0, 1))
 
-        Where the host would have to wait for their number there are as many as positions, the others slots 0 with sums 0.
-        """
-        slots, values = self._slots(), self.g.flatten(0, 1)
-        if looks_free(slots) and not slots.is_meta:
-            found, place = slots.unique(return_inverse=True)
-        else:
-            ordered, order = slots.sort()
-            is_first = torch.cat([ordered.new_ones(min(1, len(slots)), dtype=torch.bool), ordered[1:] != ordered[:-1]])
-            number = is_first.cumsum(0) - 1
-            found = torch.zeros_like(slots).scatter_(0, number, ordered)
-            place = torch.empty_like(order).scatter_(0, order, number)
-        return found, values.new_zeros(len(found), values.shape[1]).index_add(0, place, values)
+
+def _added(slots: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Each slot once, and the sum of its values.  slots: M integers, at least 0    values: M ...
+
+    Where the host would have to wait for their number there are M of both, as many slots 0 with sums 0 behind the others.
+    """
+    if looks_free(slots) and not slots.is_meta:
+        found, place = slots.unique(return_inverse=True)
+    else:
+        ordered, order = slots.sort()
+        is_first = torch.cat([ordered.new_ones(min(1, len(slots)), dtype=torch.bool), ordered[1:] != ordered[:-1]])
+        number = is_first.cumsum(0) - 1
+        found, place = (
+            torch.zeros_like(slots).scatter_(0, number, ordered),
+            torch.empty_like(order).scatter_(0, order, number),
+        )
+    return found, values.new_zeros(len(found), *values.shape[1:]).index_add(0, place, values)
 
 
 def _joined(norms: Tensor, samples: Tensor, count: int) -> Tensor:
@@ -124,3 +128,101 @@ def _joined(norms: Tensor, samples: Tensor, count: int) -> Tensor:
     scale = divisors(norms.new_zeros(count).scatter_reduce(0, samples, norms.detach(), "amax"))
     shares = (norms / scale[samples]) ** 2
     return norms.new_zeros(count).index_add(0, samples, shares).sqrt() * scale
+
+
+class Bags(Factored):
+    """Row n of J is c[n] ⊗ g[n], c[n] having scale[m] added at index[m] for each entry m of bag n.  Nothing of size M × D is
+    stored.
+
+    g: (N, D)    scale: (M,)    index: (M,) integers in [0, entries)    bags: (M,) in [0, N), ascending: each entry's bag
+    """
+
+    cuts_well, varies, smallest = True, (0,), 0
+
+    def __init__(self, g: Tensor, scale: Tensor, index: Tensor, bags: Tensor, entries: int) -> None:
+        self.g, self.scale, self.index, self.bags, self.entries = g, scale, index, bags, entries
+        self.held, self.samples, self.shape = (g, scale, index, bags), len(g), torch.Size((entries, g.shape[1]))
+
+    def _of(self, *held: Tensor) -> Bags:
+        return Bags(*held, self.entries)  # type: ignore[call-arg, arg-type]  # four tensors, as in `held`
+
+    def __getitem__(self, index: Index) -> Bags:
+        if isinstance(index, slice) and index == slice(0, self.samples):
+            return self
+        wanted = torch.arange(self.samples, device=self.bags.device)[index]
+        entries, bags = members(self.bags, wanted)
+        return self._of(self.g[wanted], self.scale[entries], self.index[entries], bags)
+
+    def block(self, rows: slice) -> Bags:
+        first, last, _ = rows.indices(self.entries)
+        inside = ((self.index >= first) & (self.index < last)).nonzero()[:, 0]
+        return Bags(self.g, self.scale[inside], self.index[inside] - first, self.bags[inside], max(0, last - first))
+
+    def dense(self, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
+        if out is not None and not out.is_contiguous():
+            return out.copy_(self.dense(factor=factor))
+        rows = self.g.new_zeros(self.samples, *self.shape) if out is None else out.zero_()
+        by_slot = rows.view(self.samples * self.entries, self.shape[1])
+        self._add_to(by_slot, self.bags * self.entries + self.index, self.scale * factor, BUDGET)
+        return rows
+
+    def row_size(self) -> int:
+        return self.shape.numel() + 2 * self.entries
+
+    def tangent(self, place: int, v: Tensor) -> Tensor:
+        return self._of_table(v)
+
+    def terms(self, u: Tensor, v: Tensor) -> Tensor:
+        return (v @ self.g.mT).to(self.sum_dtype) * self._of_table(u.mT).mT
+
+    def weighted_sum(self, w: Tensor, max_bytes: int = BUDGET, total: Tensor | None = None) -> Tensor:
+        total = self.new_sums(*w.shape[:-1], *self.shape) if total is None else total
+        for each, weights in pairs_of(total, w):
+            self._add_to(each, self.index, self.scale * weights.to(total.dtype)[self.bags], max_bytes)
+        return total
+
+    def second_moment(self, w: Tensor, about: Tensor | None = None, max_bytes: int = BUDGET) -> Tensor:
+        if about is not None:
+            return super().second_moment(w, about, max_bytes)
+        wide = self.wide()
+        slots, counts = _added(self.bags * self.entries + self.index, wide.scale)
+        squares = wide.g.abs().square(), counts.square(), slots % self.entries, slots // self.entries
+        return self._of(*squares).weighted_sum(w, max_bytes)
+
+    def norms(self, max_bytes: int = BUDGET) -> Tensor:
+        wide = self.wide()
+        slots, counts = _added(self.bags * self.entries + self.index, wide.scale)
+        return _joined(counts.abs(), slots // self.entries, self.samples) * row_norms(wide.g)
+
+    def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
+        if not isinstance(other, Bags):
+            return super().gram(other, max_bytes)
+        mine, theirs, found = self.wide(), other.wide(), []
+        for piece in slices_of(other.samples, max_bytes // (4 * max(1, self.entries) * self.sum_dtype.itemsize)):
+            part = theirs[piece]
+            counts = part.scale.new_zeros(self.entries, part.samples)
+            found.append(mine._of_table(counts.index_put((part.index, part.bags), part.scale, accumulate=True)))
+        return torch.cat(found, 1) * (mine.g @ theirs.g.mH)
+
+    def project(self, random: AnyMap, max_bytes: int = BUDGET) -> Tensor:
+        check_is_map(random)
+        if isinstance(random, SparseMap):
+            return super().project(random, max_bytes)
+        wide, along = self.wide(), self.new_sums(self.samples, random.dim)
+        for columns, u, v in random.columns(along):
+            along[:, columns] = wide._of_table(u.mT) * (wide.g @ v.mT)
+        return along
+
+    def _add_to(self, total: Tensor, slots: Tensor, scale: Tensor, max_bytes: int) -> None:
+        """Adds scale[m] times its bag's g to total[slots[m]] for each entry m, some at a time."""
+        some = max_bytes // (4 * max(1, self.shape[1]) * total.element_size())
+        for piece in slices_of(len(slots), some) if len(slots) else ():
+            values = self.g[self.bags[piece]].to(total.dtype) * scale[piece, None]
+            total.index_add_(0, slots[piece], values.to(total.dtype))
+
+    def _of_table(self, table: Tensor) -> Tensor:
+        """c · table, (N, F).  table: entries F"""
+        # Where each bag begins; `torch.bincount` would make the host wait for the largest.
+        starts = torch.searchsorted(self.bags, torch.arange(self.samples, device=self.bags.device))
+        # The function of torch.nn.functional may be a user's.
+        return torch.embedding_bag(table.contiguous(), self.index, starts, False, 0, False, self.scale.to(table))[0]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autograd_hacks.errors import SamplesMixed
-from autograd_hacks.forms import Dense, Form, Lookup
+from autograd_hacks.forms import Bags, Dense, Form, Lookup
 from autograd_hacks.formulas.call import Call
 from autograd_hacks.formulas.met import Met
 from autograd_hacks.support.layout import POSITIONS
@@ -63,41 +63,40 @@ def entry_of(indices: Sequence[Tensor | None], shape: torch.Size) -> tuple[Tenso
 
 
 def embedding_bag(layer: nn.EmbeddingBag, call: Call) -> Mapping[str, Form]:
-    """N bags of T entries    g: N D.  Each entry of a bag gets the bag's g.
+    """N bags    g: N D.  Each entry of a bag gets the bag's g.
 
     For 'sum' g is multiplied by the entry's weight.  For 'mean' it is divided by the number of entries.  For 'max' an entry
-    gets only the features in which it is the largest.  With offsets, T is the longest bag's number of entries."""
+    gets only the features in which it is the largest."""
     refuse_scaling_by_frequency(layer.scale_grad_by_freq)
-    index, offsets, g = call.argument(0, "input").long(), call.argument(1, "offsets"), call.grad
-    weights, present = call.argument(2, "per_sample_weights"), None
-    starts = offsets[:-1] if layer.include_last_offset and index.ndim == 1 else offsets
-    if index.ndim == 1:
-        counts = F.pad(starts[1:], (0, min(1, len(starts))), value=len(index)) - starts
-        places = torch.arange(int(counts.max()) if len(counts) else 0, device=index.device)
-        present, at = places < counts[:, None], (starts[:, None] + places).clamp(max=max(0, len(index) - 1))
-        index, weights = index[at], None if weights is None else weights[at]
-    if layer.padding_idx is not None:
-        own = index != layer.padding_idx
-        present = own if present is None else present & own
+    index, offsets, g = call.argument(0, "input"), call.argument(1, "offsets"), call.grad
+    weights = call.argument(2, "per_sample_weights")
+    if index.ndim == 2:
+        offsets = index.shape[1] * torch.arange(len(index), device=index.device)
+    elif layer.include_last_offset:
+        offsets = offsets[:-1]
+    index, weights = index.flatten().long(), None if weights is None else weights.flatten()
+    ends = F.pad(offsets[1:], (0, min(1, len(offsets))), value=len(index))
+    bags = torch.arange(len(offsets), device=index.device)
+    bags = bags.repeat_interleave(ends - offsets, output_size=len(index) if len(offsets) else 0)
+    is_counted = torch.ones_like(index) if layer.padding_idx is None else (index != layer.padding_idx).long()
+    sizes = torch.zeros(len(offsets), dtype=torch.long, device=index.device).index_add(0, bags, is_counted)
+    g = g.masked_fill((sizes == 0)[:, None], 0)
     if layer.mode == "max":
-        counted = torch.ones_like(index, dtype=torch.bool) if present is None else present
-        return {"weight": _largest(layer, call, starts, g.masked_fill(~counted.any(1, keepdim=True), 0))}
+        return {"weight": _largest(layer, call, index, offsets, g)}
+    scale = g.new_ones(len(index)) if weights is None else weights
+    if layer.padding_idx is not None:  # entries whose g isn't multiplied by 0, since 0 · NaN is NaN
+        counted = is_counted.nonzero()[:, 0]
+        index, bags, scale = index[counted], bags[counted], scale[counted]
     if layer.mode == "mean":
-        g = g / (index.shape[1] if present is None else present.sum(1, keepdim=True).clamp(min=1))
-    g = g[:, None].expand(*index.shape, g.shape[1])  # in the memory of N D
-    g = g if weights is None else g * weights[..., None]
-    if present is not None:
-        g = g.masked_fill(~present[..., None], 0)  # not multiplied by 0, since 0 · NaN is NaN
-    return {"weight": Lookup(index, g, layer.num_embeddings, present=present)}
+        scale = scale / sizes[bags]
+    return {"weight": Bags(g, scale, index, bags, layer.num_embeddings)}
 
 
-def _largest(layer: nn.EmbeddingBag, call: Call, starts: Tensor | None, g: Tensor) -> Form:
+def _largest(layer: nn.EmbeddingBag, call: Call, index: Tensor, offsets: Tensor, g: Tensor) -> Form:
     """Each feature's gradient goes to the entry with the largest value there; torch's operation returns which one it is."""
-    largest, index = 2, call.argument(0, "input").long()  # torch's number for the mode
-    if starts is None:
-        starts = index.shape[1] * torch.arange(len(index), device=index.device)
-    weight, given = call.read("weight"), (index.flatten(), starts)
-    out, *_, entries = torch.embedding_bag(weight, *given, False, largest, False, None, False, layer.padding_idx)
+    largest = 2  # torch's number for the mode
+    weight = call.read("weight")
+    out, *_, entries = torch.embedding_bag(weight, index, offsets, False, largest, False, None, False, layer.padding_idx)
     call.check_same(call.outputs, [out])
     features = torch.arange(g.shape[1], device=g.device)
     return Lookup(entries.long().clamp(min=0) * g.shape[1] + features, g[..., None], weight.numel(), weight.shape)

@@ -78,6 +78,7 @@ class Known:
     families: tuple[str, ...]
 
 
+PADDED = "how many entries of bags count"
 ROUTED = "whose each routed position is, the values say"
 IN_MEMORY = "in which order the arguments have the samples, their strides say"
 CERTIFIED = "whether rows add up to gradients that came to a parameter from several uses: one question, when rows are read"
@@ -86,6 +87,7 @@ RECURRENT, BAGS = ("lstm", "gru"), ("embedding bag", "padded bag", "largest of a
 ASKED_OF_ROUTES = {"_local_scalar_dense": "forms/composite.py:gathered", "equal": "graph/memo.py:_equal"}
 KNOWN = [
     Known("tolist", "reading/certificate.py:check", CERTIFIED, (*SEVERAL, *RECURRENT)),
+    Known("nonzero", "formulas/embedding.py:embedding_bag", PADDED, ("padded bag",)),
     Known("tensor on the CPU", "graph/roots.py:_order", IN_MEMORY, (*RECURRENT, *BAGS)),
     Known("tensor on the CPU", "graph/roots.py:_agree", IN_MEMORY, (*RECURRENT, *BAGS)),
     *[Known(what, at, ROUTED, ("routed experts",)) for what, at in ASKED_OF_ROUTES.items()],

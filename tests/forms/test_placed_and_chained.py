@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from autograd_hacks.forms import (
+    Bags,
     Chained,
     Convolution,
     Dense,
@@ -129,9 +130,10 @@ def test_rows_are_memory_of_their_own() -> None:
         assert_close(values, before)
 
 
-def test_placed_tables_without_samples_can_be_differentiated() -> None:
-    table = Lookup(torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 1, 1), 1)
-    form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), table])}, torch.Size((1, 1)))
+def test_placed_bags_without_samples_can_be_differentiated() -> None:
+    none = torch.zeros(0, dtype=torch.long)
+    bags = Bags(torch.zeros(0, 1), torch.zeros(0), none, none, 1)
+    form = Placed({(0, 1): add([Dense(torch.zeros(0, 1, 1)), bags])}, torch.Size((1, 1)))
     factor = torch.tensor(2.0, requires_grad=True)
     assert scale(form, factor).weighted_sum(torch.zeros(0)) == 0
 
