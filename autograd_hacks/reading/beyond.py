@@ -369,9 +369,9 @@ class _Total:
         return wrong
 
     def _unsorted(self, values: Sequence[Value]) -> dict[Value, Node]:
-        nodes = list[Node]()
-        for labels, count in self._classes(values):
-            if (node := self._mixes(values, labels, count)) is None:
+        nodes, modes = list[Node](), ("", ORDERS, ZEROS) if len(values) == 1 else ("",)  # first, no node is asked for more
+        for mode, (labels, count) in ((mode, own) for mode in modes for own in self._classes(values)):
+            if (node := self._mixes(values, labels, count, mode)) is None:
                 return {}
             nodes.append(node)
         return (
@@ -396,23 +396,22 @@ class _Total:
         yield from (([At(dim)], size) for dim, size in enumerate(shape) if size not in (1, self.samples))
         yield [One(0)], 2  # as in a loop over samples
 
-    def _mixes(self, values: Sequence[Value], labels: Sequence[Label], count: int) -> Node | None:
+    def _mixes(self, values: Sequence[Value], labels: Sequence[Label], count: int, mode: str) -> Node | None:
         """A node where samples seem to mix; None if each class comes to one sample's entries."""
         self.trace.roots = [(self.trace.number[node], number) for node, number in values]
-        for mode in ("", ORDERS, ZEROS):
-            walk = walked(self.trace, dict(enumerate(labels)), count, _MEMORY, (mode,))
-            at = ((self.trace.number[node], node, n, own) for *_, (node, n), own in self.read)
-            found = [(walk.labels[k][n], own, shape_of(Value(node, n))) for k, node, n, own in at]
-            pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
-            for label, own, shape in found:
-                if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
-                    both = entries(label, shape, count, "cpu"), entries(own, shape, self.samples, "cpu")
-                    pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
-            classes, samples = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
-            are_apart = not any(isinstance(label, Several) and 0 not in shape for label, _, shape in found)
-            if are_apart and scattered(samples, classes, count) is not None:
-                self.walks.append((walk, count))
-                return None
+        walk = walked(self.trace, dict(enumerate(labels)), count, _MEMORY, (mode,))
+        at = ((self.trace.number[node], node, n, own) for *_, (node, n), own in self.read)
+        found = [(walk.labels[k][n], own, shape_of(Value(node, n))) for k, node, n, own in at]
+        pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
+        for label, own, shape in found:
+            if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
+                both = entries(label, shape, count, "cpu"), entries(own, shape, self.samples, "cpu")
+                pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
+        classes, samples = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
+        are_apart = not any(isinstance(label, Several) and 0 not in shape for label, _, shape in found)
+        if are_apart and scattered(samples, classes, count) is not None:
+            self.walks.append((walk, count))
+            return None
         return next((self.trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
 
 
