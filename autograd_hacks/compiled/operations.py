@@ -227,6 +227,8 @@ def _summed(labels: Labels, node: fx.Node, links: Sequence[Links], given: Mappin
     tensors, of = tensors_of(node), {k: links[k][at.dim] if k < len(links) else MIX for k, at in given.items()}
     if not links:
         return labels.mixed(node, "takes or writes some of the samples, or turns their order")
+    if MIX in of.values() and name_of(node) == "sort":
+        return labels.unsupported(node, "positions of several samples are sorted, as for experts that they are sent to")
     if MIX in of.values():
         what = " (BatchNorm in training mode)" if "batch_norm" in name_of(node) else ""
         return labels.mixed(node, f"the operation works along the samples' axis{what}")
