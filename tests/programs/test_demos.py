@@ -160,7 +160,7 @@ def results_of(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def test_the_first_ten_minutes_run(capsys: pytest.CaptureFixture[str]) -> None:
     found, shown = results_of(NOTEBOOKS[0])
-    assert sum("<pre" in html for html in shown) == 4
+    assert sum("<pre" in html for html in shown) == 5
     assert "removed" in shown[-1]
     printed = capsys.readouterr().out
     assert found["found"] >= 15
