@@ -293,7 +293,15 @@ class Form(Hinting, Shown, ABC):
     def _table(self) -> Table:
         kinds = f" of {kinds_of(self)}" if self.parts else ""
         size = f"holds {with_unit(held_bytes(self))}, {with_unit(written_bytes(self))} written out"
-        return Table(f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}")
+        title = f"{type(self).__name__}{kinds}: {self.samples} rows of shape {tuple(self.shape)}, {size}"
+        return Table(title, [("form", "shape", "made of tensors of shape", "holds"), *self._tree()])
+
+    def _tree(self, depth: int = 0) -> Iterator[tuple[str, ...]]:
+        tensors = "" if self.parts else ", ".join(str(tuple(x.shape)) for x in self.held)
+        name = "  " * depth + type(self).__name__
+        yield name, str((self.samples, *self.shape)), tensors, with_unit(held_bytes(self))
+        for part in self.parts:
+            yield from part._tree(depth + 1)
 
 
 def kinds_of(form: Form) -> str:
