@@ -22,7 +22,7 @@ from autograd_hacks.support.graph import NEW, Value
 from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.switch import current_task
-from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
+from autograd_hacks.support.trees import cloned, map_tensors, tensors_of, version_of
 
 EXECUTED, SKIPPED, CAPTURED, NOT_REACHED = "executed", "skipped", "captured", ""
 """The cases of a backward pass at a parameter's node.  SKIPPED: it would be executed, but ordinary gradients are off.
@@ -49,6 +49,9 @@ registers, _most = RemovableHandle.__init__, [1000]
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _LAST)] if hooks else ():
+        hooks[handle.id] = None  # torch stores the hook here: before the library's, which see what it makes
+        hooks[key] = hooks.pop(key)
     if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
         _most[0] = max(1000, 2 * len(NEW))
@@ -130,9 +133,10 @@ class Passed:
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
         running, link = self.backward.running, self.link
-        if running is not None and (link.is_first or running.made.pop(link.node, None) is given[link.output]):
+        if running is not None and (link.is_first or running.brings(link.node, given[link.output])):
             for place, receiver in link.made:
-                running.made[receiver] = None if receiver in running.made else made[place]
+                x = None if receiver in running.made else made[place]
+                running.made[receiver] = x if x is None else (x, version_of(x))
 
 
 class AtNode:
@@ -160,6 +164,10 @@ class AtParameter:
         if heard_by is None or at is None or (grad is None and heard_by.record.on_arrival is None):
             return None
         return heard_by.arrive(at, grad)
+
+
+_LAST = AtOutput, AtNode, AtParameter
+"""The library's hooks that run behind the user's, and see the gradient that these give."""
 
 
 def may_skip(parameter: Tensor) -> bool:

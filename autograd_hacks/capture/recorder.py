@@ -16,7 +16,7 @@ from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, are_new
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
+from autograd_hacks.capture.gradient_hooks import Labels, Watch, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran, UsersHooks
@@ -183,7 +183,6 @@ class Recorder:
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
         ran.users_hooks = since(ran.hooks_before) if are_new(ran.hooks_before) else []
-        put_last(ran.users_hooks)
         with plainly_saved():
             self._end(path, model, ran)
         self.marks = None  # they hold the arguments
