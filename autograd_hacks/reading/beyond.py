@@ -7,12 +7,13 @@ This computation is read like a forward.  Its inputs are g and the node's saved 
 the node's inputs, whose samples the node's own law tells; and a later pass goes through its graph to W.
 """
 
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -27,7 +28,7 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import Entries, Label, Owned, Shape, viewed
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, Shape, entries, viewed
 from autograd_hacks.reading.reader import Reader, agree, label_of
 from autograd_hacks.support.graph import Graph, Value, made, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
@@ -88,7 +89,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     reader.follow(found)
     ran.attach()
     recorder.watch_loss(partial(labels_by_node, reader), samples)
-    if recorder.record.documents is not None or not (found.mixed or recorder in _misled(reader, behind)):
+    if recorder.record.documents is not None or not (found.mixed or recorder in _misled(reader, _told(reader, behind))):
         return ""
     return reader.mixing(reader.walk)[0] or "the order of the samples"
 
@@ -119,7 +120,7 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
             if x.grad_fn is not None and (id(x) in rows or Layout(axis).fits(x, samples)):
                 labels[Value(x.grad_fn, x.output_nr)] = label_of(rows.get(id(x), Layout(axis)), x.shape, samples)
     labels = {value: label for value, label in labels.items() if not _is_returned(value, label, samples)}
-    if not labels or samples < 2 or within.documents is not None:
+    if not labels or not samples or within.documents is not None:
         return
     behind = returned_in(labels, stops_at_uses=True)
     if not (behind.marks or behind.receivers):
@@ -127,12 +128,18 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     made_by = list(dict.fromkeys([value.node for value in labels]))
     between = _ran_behind(recorder, (), behind.ends, within.forward, samples, made_by)
     reader = Reader(between, samples, labels, memo=recorder.kinds.memo)
+    told = _told(reader, behind)
+    others: dict[int, dict[Value, Label]] = {}  # by the number of samples of other models' calls
+    for own, count, at in told:
+        if own is not recorder and count != samples:
+            others.setdefault(count, {}).update(at)
     # If independence is asked for: values may mix without a gradient, and nothing shows that they don't.
-    if not (recorder.kinds.independent or _misled(reader, behind)):
+    is_apart = not (recorder.kinds.independent and max(samples, *others, 1) > 1) and not _misled(reader, told)
+    if is_apart and all(_has_sources(reader, count, at) for count, at in others.items()):
         return
     why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
     heard = {hook.receiver for node in Graph(made_by).nodes for hook in on_node(node)}  # also what is behind these outputs
-    for node, receiver in product(made_by, heard):
+    for node, receiver in itertools.product(made_by, heard):
         own_hook(node.register_prehook(partial(_refuse, receiver, why)))
 
 
@@ -145,15 +152,15 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
     """Whether a value is an output of a model, with the samples where this label says."""
     notes: Any = value.node.metadata
     mark = notes.get(Returned, {}).get(value.number)
-    if mark is None or mark.at is None or mark.samples != samples:
-        return mark is not None  # what arrives there is refused, or can't be compared
+    if mark is None or mark.at is None:
+        return mark is not None  # what arrives there is refused
     shape = shape_of(value)
-    return agree(label, label_of(mark.at, shape, samples), shape, samples)
+    return mark.samples == samples and agree(label, label_of(mark.at, shape, samples), shape, samples)
 
 
-def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
-    """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
-    expected = list[tuple[Any, int, Mapping[Value, Label]]]()
+def _told(reader: Reader, behind: Behind) -> Sequence[tuple[Recorder, int, Mapping[Value, Label]]]:
+    """By outputs and uses of models: the recorder, its number of samples, and whose the gradients there must be."""
+    known, expected = reader.number.keys(), list[tuple[Any, int, Mapping[Value, Label]]]()
     for value, mark in behind.marks.items():
         if mark.at is not None:  # else it is refused as it arrives
             expected.append((mark.recorder(), mark.samples, {value: label_of(mark.at, shape_of(value), mark.samples)}))
@@ -164,9 +171,42 @@ def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
             is_alone = isinstance(use, LayerCall) and use.within.facts.calls is None and use.known.rule.axes is not None
             if use is not None and use.edges and not is_alone:  # without edges, other nodes give the rows
                 expected.append((hook.receiver.owner(), *_labels(use, node, hook if isinstance(hook, AtOutput) else None)))
-    told = [(own, labels) for own, samples, labels in expected if isinstance(own, Recorder) and samples == reader.samples]
-    known = reader.number.keys()
-    return {own for own, labels in told if not all(reader.is_in_order(*at) for at in labels.items() if at[0].node in known)}
+    own = [
+        (recorder, samples, {v: at for v, at in labels.items() if v.node in known}) for recorder, samples, labels in expected
+    ]
+    return [told for told in own if isinstance(told[0], Recorder)]
+
+
+def _misled(reader: Reader, told: Iterable[tuple[Recorder, int, Mapping[Value, Label]]]) -> set[Recorder]:
+    """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
+    own = ((own, at) for own, samples, at in told if samples == reader.samples)
+    return {own for own, at in own if not all(map(reader.is_in_order, at.keys(), at.values()))}
+
+
+def _has_sources(reader: Reader, samples: int, expected: Mapping[Value, Label]) -> bool:
+    """Whether each of a reader's samples was made of one sample of an earlier call, of which a loop took some, or many each.
+
+    samples: the earlier call's number    expected: whose the gradients at its outputs are, by its own numbers"""
+    own, there = reader.samples, [label for label in reader.labels.values() if isinstance(label, Owned)]
+
+    def read(of: Tensor, count: int) -> Reader:
+        """Reads the computation again.  of: the new number of each sample    count: how many there are"""
+        at = [entries(label, shape_of(value), own, "cpu") for value, label in zip(reader.places, there)]
+        return Reader(reader.ran, count, {v: Entries(of[x].where(x >= 0, NOBODY)) for v, x in zip(reader.places, at)})
+
+    # By more samples than any axis has, no label names a sample where nothing arrives.
+    many = 1 + max([own, *(size for shapes in reader.trace.shapes for shape in shapes for size in shape or ())])
+    numbers = torch.arange(own, device="cpu")
+    taken, source = read(numbers, many), torch.zeros_like(numbers)
+    for value, label in expected.items():
+        found = taken.walk.labels[taken.number[value.node]][value.number]
+        if isinstance(found, Entries) and isinstance(label, Owned):
+            at, of = torch.broadcast_tensors(found.samples.cpu(), entries(label, shape_of(value), samples, "cpu"))
+            source[at[at >= 0]] = of[at >= 0]
+    again = (read(of, samples) for of in (source, numbers * samples // own, numbers % samples))
+    return len(there) == len(reader.places) and any(
+        all(map(each.is_in_order, expected.keys(), expected.values())) for each in again
+    )
 
 
 def _hooked(recorder: Recorder, reader: Reader) -> set[Node]:

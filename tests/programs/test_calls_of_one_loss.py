@@ -195,6 +195,41 @@ def test_samples_that_mix_between_two_calls(chain: str, mix: str, begins: int, p
                 (begin(), autograd_hacks.compute_grad1(net, "sum"))
 
 
+CHOSEN = torch.tensor([3, 1, 4])
+STRETCHES: dict[str, tuple[Own, Own | None]] = {  # of 6 samples; and which sample each of the others is made of, if one is
+    **{name: (own, own) for name, own in {
+        "some": lambda h: h[2:5], "every other": lambda h: h[1::2], "chosen": lambda h: h[CHOSEN],
+        "one": lambda h: h[4:5], "twice each": lambda h: h.repeat_interleave(2, 0), "twice": lambda h: h.repeat(2, 1),
+    }.items()},
+    "positions": (lambda h: h.view(24, 1).expand(24, 4), lambda own: own.repeat_interleave(4, 0)),
+    "centred": (lambda h: (h - h.mean(0))[:4], None),
+    "pairs": (lambda h: h[:3] * h[3:], None),
+    "one of all": (lambda h: h.mean(0, keepdim=True), None),
+    "features": (lambda h: h.T.repeat(1, 1)[:, :4], None),
+    "as it is": (lambda h: h.view(2, 3, 4), None),
+}  # fmt: skip
+
+
+@crossed(how=STRETCHES, begins=[0, 2])
+def test_another_number_of_samples_after_a_call(how: str, begins: int) -> None:
+    first, last = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(2))
+    with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(last):
+        for n in range(4):
+            x, (stretch, source) = torch.randn(6, 4).double(), STRETCHES[how if n >= begins else "chosen"]
+            losses = squares(last(stretch(first(x))))
+            losses.sum().backward(retain_graph=True)
+            if source is None:
+                with pytest.raises(SamplesMixed):
+                    autograd_hacks.compute_grad1(first, "sum")
+                continue
+            of = source(torch.arange(6)[:, None]).flatten()
+            for model, own in (first, [losses[of == k].sum() for k in range(6)]), (last, losses):
+                autograd_hacks.compute_grad1(model, "sum")
+                with autograd_hacks.pause_hooks():
+                    rows = [torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0] for loss in own]
+                assert_close(model[0].weight.grad1, torch.stack(rows))
+
+
 @pytest.mark.parametrize("param_grad", [True, False])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("how", [lambda e: 1 + e, lambda e: e.exp() + 1, lambda e: (1 - e)[None], lambda e: e * e])
