@@ -369,7 +369,7 @@ def _read_at(func: Any) -> int | None:
     return next((n for n, a in enumerate(func._schema.arguments) if a.name == name), None)
 
 
-_TORCHS = frozenset("aten prim prims c10d _c10d_functional inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905
+_TORCHS = frozenset("aten prim prims inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905
 """Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""

@@ -147,6 +147,13 @@ def is_users(node: object) -> bool:
     return isinstance(node, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
 
 
+def is_collective(node: Any) -> bool:
+    """Whether a node exchanges gradients with other processes."""
+    if isinstance(node, BackwardCFunction) and class_of_function(type(node)).__module__ == "torch.distributed.nn.functional":
+        return True
+    return "__c10d_functional_" in node.name() and "_wrap_tensor_" not in node.name() and "_wait_tensor_" not in node.name()
+
+
 def number_of(node: Any, name: str) -> int | None:
     """An integer that a node saves, with its sign, which autograd drops."""
     number = getattr(node, f"{SAVED}{name}")
