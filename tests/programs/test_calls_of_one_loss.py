@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,20 @@ def held(net: Net, x: Tensor, *reads: int) -> Tensor:
     return sum((found[t] for t in reads), x.new_zeros(len(x)))
 
 
+def of_a_thread(net: Net, x: Tensor, *reads: int) -> Tensor:
+    """The state comes from another thread, which numbers its nodes by itself."""
+    HELD.clear()
+
+    def first() -> Tensor:
+        for _ in range(1000):
+            x.detach().requires_grad_().sum()
+        return squares(net(x, what="hold"))
+
+    with ThreadPoolExecutor(1) as thread:
+        found = [thread.submit(first).result(), squares(net(x + 1, what="hold"))]
+    return sum((found[t] for t in reads), x.new_zeros(len(x)))
+
+
 def cached(net: Net, x: Tensor) -> Tensor:
     net.seen = []
     return sum((squares(net(x + t, what="attend")) for t in range(3)), x.new_zeros(len(x)))
@@ -105,9 +120,14 @@ def kept_weight(net: Net, x: Tensor) -> Tensor:
     return squares(net(x, what="weights")) + squares(net(x + 1, what="weights"))
 
 
-PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, cached, kept_weight)} | {
-    f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]
-}
+PROGRAMS = (
+    {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, cached, kept_weight)}
+    | {f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]}
+    | {
+        f"of a thread {reads}": partial(lambda net, x, reads: of_a_thread(net, x, *reads), reads=reads)
+        for reads in [(1,), (0, 1)]
+    }
+)
 
 
 def rows_of(net: Net, program: Program, x: Tensor) -> Rows:
