@@ -49,7 +49,7 @@ registers, _most = RemovableHandle.__init__, [1000]
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _LAST)] if hooks else ():
+    for key in [key for key, hook in hooks.items() if isinstance(hook, AtOutput | AtNode | AtParameter)] if hooks else ():
         hooks[handle.id] = None  # torch stores the hook here: before the library's, which see what it makes
         hooks[key] = hooks.pop(key)
     if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
@@ -164,10 +164,6 @@ class AtParameter:
         if heard_by is None or at is None or (grad is None and heard_by.record.on_arrival is None):
             return None
         return heard_by.arrive(at, grad)
-
-
-_LAST = AtOutput, AtNode, AtParameter
-"""The library's hooks that run behind the user's, and see the gradient that these give."""
 
 
 def may_skip(parameter: Tensor) -> bool:

@@ -41,6 +41,9 @@ BETWEEN = (
     "forward, or give the later call such outputs as they are, or detached."
 )
 
+Told = tuple[Recorder, int, Mapping[Value, Label]]
+"""Of an output or a use of a model: the recorder, N, and whose the gradients there must be."""
+
 
 def _ran_behind(
     recorder: Recorder, outputs: Sequence[Tensor], ends: Collection[Node], forward: int, samples: int,
@@ -129,13 +132,10 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     between = _ran_behind(recorder, (), behind.ends, within.forward, samples, made_by)
     reader = Reader(between, samples, labels, memo=recorder.kinds.memo)
     told = _told(reader, behind)
-    others: dict[int, dict[Value, Label]] = {}  # by the number of samples of other models' calls
-    for own, count, at in told:
-        if own is not recorder and count != samples:
-            others.setdefault(count, {}).update(at)
+    counts = {count for own, count, _ in told if own is not recorder and count != samples}  # of other models' calls
     # If independence is asked for: values may mix without a gradient, and nothing shows that they don't.
-    is_apart = not (recorder.kinds.independent and max(samples, *others, 1) > 1) and not _misled(reader, told)
-    if is_apart and all(_has_sources(reader, count, at) for count, at in others.items()):
+    is_asked = recorder.kinds.independent and max(samples, *counts, 1) > 1
+    if not (is_asked or _misled(reader, told)) and all(_has_sources(reader, count, told) for count in counts):
         return
     why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
     heard = {hook.receiver for node in Graph(made_by).nodes for hook in on_node(node)}  # also what is behind these outputs
@@ -158,8 +158,7 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
     return mark.samples == samples and agree(label, label_of(mark.at, shape, samples), shape, samples)
 
 
-def _told(reader: Reader, behind: Behind) -> Sequence[tuple[Recorder, int, Mapping[Value, Label]]]:
-    """By outputs and uses of models: the recorder, its number of samples, and whose the gradients there must be."""
+def _told(reader: Reader, behind: Behind) -> Sequence[Told]:
     known, expected = reader.number.keys(), list[tuple[Any, int, Mapping[Value, Label]]]()
     for value, mark in behind.marks.items():
         if mark.at is not None:  # else it is refused as it arrives
@@ -177,17 +176,18 @@ def _told(reader: Reader, behind: Behind) -> Sequence[tuple[Recorder, int, Mappi
     return [told for told in own if isinstance(told[0], Recorder)]
 
 
-def _misled(reader: Reader, told: Iterable[tuple[Recorder, int, Mapping[Value, Label]]]) -> set[Recorder]:
+def _misled(reader: Reader, told: Iterable[Told]) -> set[Recorder]:
     """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
     own = ((own, at) for own, samples, at in told if samples == reader.samples)
     return {own for own, at in own if not all(map(reader.is_in_order, at.keys(), at.values()))}
 
 
-def _has_sources(reader: Reader, samples: int, expected: Mapping[Value, Label]) -> bool:
-    """Whether each of a reader's samples was made of one sample of an earlier call, of which a loop took some, or many each.
+def _has_sources(reader: Reader, samples: int, told: Iterable[Told]) -> bool:
+    """Whether each of a reader's samples was made of one sample of earlier calls, of which a loop took some, or many each.
 
-    samples: the earlier call's number    expected: whose the gradients at its outputs are, by its own numbers"""
+    samples: the earlier calls' number"""
     own, there = reader.samples, [label for label in reader.labels.values() if isinstance(label, Owned)]
+    expected = {value: label for _, count, at in told if count == samples for value, label in at.items()}
 
     def read(of: Tensor, count: int) -> Reader:
         """Reads the computation again.  of: the new number of each sample    count: how many there are"""

@@ -35,9 +35,9 @@ def drawn_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
 
 def is_seeded(draws: torch.Generator) -> bool:
     """Whether nothing was drawn from a generator since it got its seed."""
-    if draws.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # it can't be read
-        return False
-    return torch.equal(draws.get_state(), torch.Generator(draws.device).manual_seed(draws.initial_seed()).get_state())
+    is_hidden = draws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    seeded = draws if is_hidden else torch.Generator(draws.device).manual_seed(draws.initial_seed())
+    return not is_hidden and torch.equal(draws.get_state(), seeded.get_state())
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Autograd's graph behind a forward's outputs: its nodes, and which nodes take each value."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -149,9 +150,10 @@ def is_users(node: object) -> bool:
 
 def is_collective(node: Any) -> bool:
     """Whether a node exchanges gradients with other processes."""
-    if isinstance(node, BackwardCFunction) and class_of_function(type(node)).__module__ == "torch.distributed.nn.functional":
-        return True
-    return "__c10d_functional_" in node.name() and "_wrap_tensor_" not in node.name() and "_wait_tensor_" not in node.name()
+    is_functions = isinstance(node, BackwardCFunction)
+    return (is_functions and class_of_function(type(node)).__module__ == "torch.distributed.nn.functional") or bool(
+        re.search("__c10d_functional_(?!_wrap_tensor|wait_tensor)", node.name())
+    )
 
 
 def number_of(node: Any, name: str) -> int | None:
