@@ -207,4 +207,4 @@ def test_entries_that_a_way_leaves_out_are_zero_where_the_gradient_is_not_a_numb
     with autograd_hacks.add_hooks(model):
         (model(torch.randn(4, 3)).sum(1) * torch.nan).sum().backward()
         autograd_hacks.compute_grad1(model, "sum")
-    assert_close(model.w.grad1.sum(0), model.w.grad, equal_nan=True)
+        assert_close(model.w.grad1.sum(0), model.w.grad, equal_nan=True)
