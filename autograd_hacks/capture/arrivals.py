@@ -23,7 +23,7 @@ from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
-from autograd_hacks.support.trees import cloned, map_tensors, tensors_of
+from autograd_hacks.support.trees import cloned, map_tensors, tensors_of, version_of
 
 EXECUTED, SKIPPED, CAPTURED, NOT_REACHED = "executed", "skipped", "captured", ""
 """The cases of a backward pass at a parameter's node.  SKIPPED: it would be executed, but ordinary gradients are off.
@@ -52,6 +52,9 @@ registers, _most = RemovableHandle.__init__, [1000]
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
     """Replaces torch's own function, and notes the handle, unless calls of modules or leaves are hooked."""
     registers(handle, hooks, extra_dict=extra_dict)
+    for key in [key for key, hook in hooks.items() if isinstance(hook, AtOutput | AtNode | AtParameter)] if hooks else ():
+        hooks[handle.id] = None  # torch stores the hook here: before the library's, which see what it makes
+        hooks[key] = hooks.pop(key)
     if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
         _most[0] = max(1000, 2 * len(NEW))
@@ -134,9 +137,10 @@ class Passed:
 
     def __call__(self, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
         running, link = self.backward.running, self.link
-        if running is not None and (link.is_first or running.made.pop(link.node, None) is given[link.output]):
+        if running is not None and (link.is_first or running.brings(link.node, given[link.output])):
             for place, receiver in link.made:
-                running.made[receiver] = None if receiver in running.made else made[place]
+                x = None if receiver in running.made else made[place]
+                running.made[receiver] = x if x is None else (x, version_of(x))
 
 
 class AtNode:

@@ -355,7 +355,7 @@ class Backward:
         record, running = self.record, self.running
         name = record.names.get(parameter) or record.name_of(parameter)
         uses = () if running is None else running.calls_of.get(name, ())
-        is_known = running is not None and grad is not None and running.made.pop(name, None) is grad and not running.by_modes
+        is_known = running is not None and grad is not None and running.brings(name, grad) and not running.by_modes
         if running is not None and grad is not None and uses and not (is_known or name in running.beside):
             running.note_along(name, grad)
         self.reached(name, grad)

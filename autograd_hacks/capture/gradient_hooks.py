@@ -4,7 +4,7 @@ Those that are registered while a model is hooked are watched: a hook that only 
 gradient must keep samples apart."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import CellType
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from autograd_hacks.capture.arrivals import AtNode, AtOutput
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.graph.label import Label, One, Owned, entries, on_axis
 from autograd_hacks.support.contexts import random_state, with_random_state
@@ -35,13 +34,6 @@ def since(first: int) -> list[tuple[dict[int, Any], int]]:
     return [(hooks, key) for hooks, key in found if hooks and key in hooks and not _is_own(hooks[key])]
 
 
-def put_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
-    """Puts the library's hooks on nodes behind the user's, so that they see the gradient that the node gets."""
-    for hooks_of, _ in hooks:
-        for key in [key for key, hook in hooks_of.items() if isinstance(hook, AtOutput | AtNode)]:
-            hooks_of[key] = hooks_of.pop(key)
-
-
 def _is_own(hook: Any) -> bool:
     while isinstance(hook, partial | _Watched):
         hook = hook.func if isinstance(hook, partial) else hook.hook
@@ -56,7 +48,6 @@ class Watch(NamedTuple):
     samples: int
 
     def over(self, hooks: Sequence[tuple[dict[int, Any], int]]) -> None:
-        put_last(hooks)
         new = [(own, key) for own, key in hooks if key in own and self.backward not in watching(own[key])]
         labels = self.labels() if new and self.labels is not None else None
         for own, key in new:

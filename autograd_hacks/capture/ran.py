@@ -39,6 +39,7 @@ class Ran:
     ends: frozenset[Node] = frozenset()  # nothing behind these nodes belongs to it: they made the arguments, for example
     known: Known | None = None  # what was known as it began; None if its graph isn't to be read
     began: int = 0  # torch's number of the first node that it could make
+    is_threaded: bool = False  # whether another thread has run forwards, too, whose nodes may have any numbers
     hooks_before: int = 0  # torch's count of hooks as it began
     users_hooks: UsersHooks = ()  # on gradients, that were registered since
     modules: Sequence[nn.Module] = ()  # whose own parameters and buffers are used
@@ -79,11 +80,11 @@ class Ran:
         A state leads there that something else than an argument holds, such as a cache."""
         parameters = {*map(id, self.parameters.values())}
         trace = Trace(roots, parameters, self.ends, self.within.kind.plan)
-        if self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began:
+        if self.is_threaded or (self.began and min(map(sequence_number, trace.nodes), default=maxsize) < self.began):
             self.ends |= {
                 node
                 for node in trace.nodes
-                if sequence_number(node) < self.began
+                if self.is_threaded or sequence_number(node) < self.began
                 for hook in on_node(node)
                 if hook.receiver is self.receiver
                 and (use := hook.use) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import Thread, current_thread
 from typing import Any
 
 import torch.nn as nn
@@ -16,7 +17,7 @@ from autograd_hacks.capture import lean
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Returned, are_new
 from autograd_hacks.capture.backward import Backward
-from autograd_hacks.capture.gradient_hooks import Labels, Watch, put_last, since
+from autograd_hacks.capture.gradient_hooks import Labels, Watch, since
 from autograd_hacks.capture.kinds import Kinds, Within
 from autograd_hacks.capture.log import Forward, place_by_sizes
 from autograd_hacks.capture.ran import Ran, UsersHooks
@@ -70,6 +71,8 @@ class Recorder:
         self.tape: Tape | None = None  # of the forward that runs or ran last, if its samples must be independent
         self.marks: Marks | None = None  # how that forward began
         self._ran: Ran | None = None  # the running forward
+        self.thread: Thread | None = None  # in which the last forward began
+        self.is_threaded = False  # whether that was another one than before
         self.bare: tuple[list[nn.Module], list[nn.Module]] | None = None  # these modules' layers that have no hooks
         # All parameters in the last forward, whether each was trainable, and those that were.
         self.trained_before: tuple[Mapping[str, Tensor], list[bool], Mapping[str, Tensor]] | None = None
@@ -131,6 +134,8 @@ class Recorder:
         if self.reduction.reducing:
             self.backward.watch_behind()
         self.forward.running = path if is_on else None
+        self.is_threaded |= self.thread not in (None, own := current_thread())
+        self.thread, ran.is_threaded = own, self.is_threaded
         ran.hooks_before, ran.began = RemovableHandle.next_id, next_node()
         before = self.tape
         self._stop()
@@ -181,7 +186,6 @@ class Recorder:
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
         ran.users_hooks = since(ran.hooks_before) if are_new(ran.hooks_before) else []
-        put_last(ran.users_hooks)
         with plainly_saved():
             self._end(path, model, ran)
         self.marks = None  # they hold the arguments
@@ -236,7 +240,7 @@ class Recorder:
         samples = within.samples
         ran.attach()
         # Hooks at outputs of parameters alone note what a loss brings there, so their nodes must run.
-        if not (self.backward.wants_grad or within.facts.returns_parameters or ran.users_hooks):
+        if not (self.backward.wants_grad or within.facts.returns_parameters or ran.users_hooks or ran.is_threaded):
             lean.meet(self.backward, ran)
         places = _places(model, ran)
         layouts = [at if isinstance(at, Layout) else None for at in places]

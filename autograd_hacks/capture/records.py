@@ -62,8 +62,8 @@ class Pass:
     mixes: bool = False  # whether it went through a parameter's gradient, which is a sum over the batch
     finished: bool = False
     # By receiver (see `Link`), the gradient that the only known node has made for it, while it is on its way.  If this very
-    # tensor arrives, nothing else has added to it.
-    made: dict[str | int, Tensor | None] = field(default_factory=dict)
+    # tensor arrives, nothing else has changed it or added to it.  With its version.
+    made: dict[str | int, tuple[Tensor, int] | None] = field(default_factory=dict)
     # Of other gradients that arrived at parameters, what they are along directions, until rows are compared with it.
     along: dict[str, list[Tensor]] = field(default_factory=dict)
     untold: set[str] = field(default_factory=set)  # the parameters whose gradients can't be read
@@ -91,6 +91,11 @@ class Pass:
         del self.received[use], self.told_by[use]
         if isinstance(use, NodeUse):  # which the graph holds
             use.versions = []
+
+    def brings(self, receiver: str | int, grad: Tensor | None) -> bool:
+        """Whether a gradient is what the only known node has made for its receiver."""
+        made = self.made.pop(receiver, None)
+        return made is not None and made[0] is grad and made[1] == version_of(grad)
 
     def note_along(self, name: str, grad: Tensor) -> None:
         """Notes a gradient that arrived at a parameter, as a few numbers."""

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from autograd_hacks.errors import StaleRecord
 from autograd_hacks.forms import Chained, Dense, Form, Lookup, add
+from autograd_hacks.forms.mapped import times
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, rows_of
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
@@ -113,7 +114,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
 
 
 def _multiplied(factor: Tensor, form: Form) -> Form:
-    return Dense(rows_of(form).reshape(form.samples, *factor.shape) * factor)
+    return Dense(times(rows_of(form).reshape(form.samples, *factor.shape), factor))
 
 
 def _nothing(name: str) -> Any:

@@ -50,7 +50,8 @@ class LinearMap(ABC):
 
     def to(self, like: Tensor) -> LinearMap:
         """The map in another dtype, on another device."""
-        found = {name: x.to(like) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        kept = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        found = {name: x.to(like.device) if x.dtype == torch.bool else x.to(like) for name, x in kept.items()}
         made = self if all(x is vars(self)[name] for name, x in found.items()) else copy(self)
         vars(made).update(found)
         return made
@@ -60,9 +61,13 @@ class LinearMap(ABC):
         return None
 
 
+def times(x: Tensor, scale: Tensor) -> Tensor:
+    return x.where(scale, 0) if scale.dtype == torch.bool else x * scale
+
+
 @dataclass(frozen=True, eq=False)
 class Elementwise(LinearMap):
-    """G ↦ D ∘ G.  scale: D, of the parameter's shape"""
+    """G ↦ D ∘ G.  scale: D, of the parameter's shape; or whether each entry is kept: else it is 0, also if it was NaN"""
 
     scale: Tensor
 
@@ -72,10 +77,10 @@ class Elementwise(LinearMap):
         return shape
 
     def __call__(self, x: Tensor, shape: torch.Size) -> Tensor:
-        return x * self.scale
+        return times(x, self.scale)
 
     def transposed(self, v: Tensor, shape: torch.Size) -> Tensor:
-        return v * self.scale
+        return times(v, self.scale)
 
 
 @dataclass(frozen=True, eq=False)

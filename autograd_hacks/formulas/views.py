@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.forms import Dense, Elementwise, Form, Outer, Placed, Sides, mapped, scale
+from autograd_hacks.forms.mapped import times
 from autograd_hacks.forms.numerics import accumulation_dtype
 from autograd_hacks.formulas.embedding import entry_of, lookup
 from autograd_hacks.formulas.met import Kept
@@ -81,9 +82,9 @@ def _summed(form: Form, shape: torch.Size) -> Form:
 def _times(form: Form, factor: Tensor, shape: torch.Size) -> Form:
     """The rows times a tensor that can be broadcast to them."""
     if form.shape != shape or isinstance(form, Dense):
-        own = rows_of(form).where(factor, 0) if factor.dtype == torch.bool else rows_of(form) * factor
-        return _summed(Dense(own), shape)
-    return mapped(form, Elementwise(form.like.new_ones(shape) * factor))
+        return _summed(Dense(times(rows_of(form), factor)), shape)
+    whole = factor.expand(shape) if factor.dtype == torch.bool else form.like.new_ones(shape) * factor
+    return mapped(form, Elementwise(whole))
 
 
 def _swap(b: Before) -> Step:

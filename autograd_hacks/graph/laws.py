@@ -37,7 +37,7 @@ from autograd_hacks.graph.label import (
 from autograd_hacks.graph.moves import MOVES, Law
 from autograd_hacks.graph.probed import CannotAsk, probed
 from autograd_hacks.graph.values import MASKS
-from autograd_hacks.support.graph import IDENTITIES, kept_by, raw_names
+from autograd_hacks.support.graph import IDENTITIES, is_collective, kept_by, raw_names
 from autograd_hacks.support.internals import SAVED
 
 
@@ -150,7 +150,9 @@ def law_of(
     if any(type(label) is Several for label in there):
         several = SUM if all(label is SUM for label in there) else MIXED
         return Answer([None if own is None else several for own in ins])
-    if samples == 1 or (kind.entry is not None and isinstance(first, One) and all(label == first for label in there)):
+    if (samples == 1 and not is_collective(node)) or (
+        kind.entry is not None and isinstance(first, One) and all(label == first for label in there)
+    ):
         return Answer([None if own is None else first for own in ins])
     if kind.entry is not None and (found := _by_entry(kind, numbers, labels, outs, ins, alone, samples)) is not None:
         if kind.entry.multiplies and None in ins:

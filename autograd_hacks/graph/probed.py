@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autograd_hacks.graph.label import MIXED, NOBODY, SUM, At, Entries, Label, Owned, Several, entries, tidied
 from autograd_hacks.support.contexts import without_autocast
-from autograd_hacks.support.graph import CHECKPOINT, Value, is_users, made, shape_of
+from autograd_hacks.support.graph import CHECKPOINT, Value, is_collective, is_users, made, shape_of
 from autograd_hacks.support.parts import undivided
 from autograd_hacks.support.sweep import call_node, fitted, outside_passes
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
@@ -44,6 +44,8 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
     """
     if node.name() == CHECKPOINT:
         raise CannotAsk("a reentrant checkpoint runs the forward again")
+    if is_collective(node):
+        raise CannotAsk("it exchanges samples with other processes")
     if current_task() != NO_TASK:  # there, nodes compute only what the running pass needs
         return outside_passes(partial(probed, node, outs, samples, keeps_zeros))
     metadata = made(node)

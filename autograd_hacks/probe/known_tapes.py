@@ -26,7 +26,6 @@ class Tapes:
         self.constants = ByTensor[bool]()  # tensors that are older than a forward
         self.packed: dict[int, frozenset[int]] = {}  # by argument, the axes along which samples were packed
         self.mixing: Any = None  # what ran in the last forward in which samples mixed
-        self.counts: list[int] = []  # the numbers of samples that were met
         self._known: list[_Shown] = []  # the one that was met last is the last
 
     def __len__(self) -> int:
@@ -40,21 +39,24 @@ class Tapes:
                 return self._known[-1].how
         return ""
 
-    def are_like(self, tape: Tape, samples: int) -> bool:
+    def are_like(self, tape: Tape) -> bool:
         """Whether a tape needs no comparison with other numbers of samples: it ran what another one did, in other sizes."""
-        if samples not in self.counts and any(own.is_like(tape) for own in reversed(self._known)):
-            self.counts.append(samples)
-        return samples in self.counts
+        return any(own.samples > 1 and own.is_like(tape) for own in reversed(self._known))
+
+    def other_than(self, samples: int) -> int:
+        """The last number of several samples that differs by an odd number; 0 if there was none."""
+        known = (own.samples for own in reversed(self._known) if own.samples > 1)
+        return next((other for other in known if (other - samples) % 2), 0)
 
     def latest(self) -> Sequence[Entry]:
         """The entries of the tape that was met last."""
         return self._known[-1].entries if self._known else ()
 
-    def add(self, tape: Tape, read: Iterable[int], how: str) -> None:
+    def add(self, tape: Tape, read: Iterable[int], how: str, samples: int) -> None:
         """read: the numbers of the tensors on whose values it rests that samples are independent"""
         sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
         values = {n: x.detach().clone() for n in read if (x := tape.value(n)) is not None}
-        self._known = [*self._known[1 - MOST :], _Shown(tape.entries, sources, frozenset(tape.sites), values, how)]
+        self._known = [*self._known[1 - MOST :], _Shown(tape.entries, sources, frozenset(tape.sites), values, how, samples)]
 
     def forget(self, tape: Tape) -> None:
         """Leaves out a tape that was added."""
@@ -72,6 +74,7 @@ class _Shown(NamedTuple):
     sites: frozenset[Site]
     values: Mapping[int, Tensor]  # those on which it rests, by number
     how: str  # how independence was shown
+    samples: int  # N
 
     def is_of(self, tape: Tape) -> bool:
         given = ((x, tape.value(n)) for n, x in self.values.items())

@@ -19,6 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ON_PRIVATE, ProbeFailed, SamplesMixed
+from autograd_hacks.support.contexts import drawn_from, is_seeded
 from autograd_hacks.support.graph import Leaf
 from autograd_hacks.support.internals import address_of, dispatch_modes, never_compile, pop_dispatch_mode, push_dispatch_mode
 from autograd_hacks.support.restored import kept
@@ -148,6 +149,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
             self.values[self._source(args[0], self._key(args[0]), FRESH, len(self.sources))] = args[0]
         given = [x if type(x) in _NUMBERS else self._noted(x) for x in args]
         named = [(name, self._noted(x)) for name, x in kwargs.items()] if kwargs else None
+        if kind == _DRAWING and is_seeded(drawn_from(args, kwargs or {})):  # numbers of places in the batch, in each forward
+            named = [*(named or ()), (SEEDED, True)]
         if (place_of_values := _read_at(func)) is not None:
             self._keep(args[place_of_values], given[place_of_values])
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -362,21 +365,24 @@ def _read_at(func: Any) -> int | None:
     return next((n for n, a in enumerate(func._schema.arguments) if a.name == name), None)
 
 
-_TORCHS = frozenset("aten prim prims c10d _c10d_functional inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905
+_TORCHS = frozenset("aten prim prims inductor mkldnn quantized torchvision autograd_hacks".split())  # noqa: SIM905
 """Whose operations compute from their arguments alone."""
 _OF_SIZES = torch.ops.aten._fused_sdp_choice, torch.ops.aten.is_same_size
 """Operations that return no tensor and read no values."""
 _NUMBERS = frozenset((int, float, bool, type(None), torch.dtype, torch.device, torch.layout))
-_MARK, _OPAQUE, _SILENT, _READING = "mark", "opaque", "silent", "reading"
+_MARK, _OPAQUE, _SILENT, _DRAWING, _READING = "mark", "opaque", "silent", "drawing", "reading"
 """Kinds of operations: marks for profilers, as DistributedDataParallel sets them; those of other packages; those that
-read no values; and those that do if they return no tensor and write into none."""
+read no values; those that draw; and those that read values if they return no tensor and write into none."""
+SEEDED = "seeded"
+"""An argument that the tape adds to an operation that draws the first numbers after a seed."""
 
 
 @cache
 def _kind(func: Any) -> str:
     if func.namespace not in _TORCHS:
         return _MARK if func.namespace == "profiler" else _OPAQUE
-    return _SILENT if func.overloadpacket in _OF_SIZES else _READING
+    drawing = _DRAWING if torch.Tag.nondeterministic_seeded in func.tags else _READING
+    return _SILENT if func.overloadpacket in _OF_SIZES else drawing
 
 
 def place() -> tuple[str, int]:

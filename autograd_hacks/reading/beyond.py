@@ -7,11 +7,11 @@ This computation is read like a forward.  Its inputs are g and the node's saved 
 the node's inputs, whose samples the node's own law tells; and a later pass goes through its graph to W.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, Shape, entries, scattered, viewed
+from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, Shape, entries, scattered, viewed
 from autograd_hacks.graph.memo import KEPT, holds
 from autograd_hacks.graph.roots import frontier, picked
 from autograd_hacks.graph.trace import END, Nested, Trace
@@ -53,6 +53,9 @@ MIXING = (
     "such pairs."
 )
 _MEMORY = Memory(lambda _: False)
+
+Told = tuple[Recorder, int, Mapping[Value, Label]]
+"""Of an output or a use of a model: the recorder, N, and whose the gradients there must be."""
 
 
 def _ran_behind(
@@ -100,7 +103,7 @@ def _read_loss(recorder: Recorder, x: Tensor, behind: Behind) -> str:
     reader.follow(found)
     ran.attach()
     recorder.watch_loss(partial(labels_by_node, reader), samples)
-    if recorder.record.documents is not None or not (found.mixed or recorder in _misled(reader, behind)):
+    if recorder.record.documents is not None or not (found.mixed or recorder in _misled(reader, _told(reader, behind))):
         return ""
     return reader.mixing(reader.walk)[0] or "the order of the samples"
 
@@ -131,7 +134,7 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
         fit = ((Value(node, x.output_nr), x, at) for node, x, at in made if id(x) in rows or at.fits(x, samples))
         labels = {value: label_of(rows.get(id(x), at), x.shape, samples) for value, x, at in fit}
     labels = {value: label for value, label in labels.items() if not _is_returned(value, label, samples)}
-    if not labels or samples < 2 or within.documents is not None:
+    if not labels or not samples or within.documents is not None:
         return
     behind = returned_in(labels, stops_at_uses=True)
     if not (behind.marks or behind.receivers):
@@ -139,12 +142,15 @@ def read_between(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
     made_by = list(dict.fromkeys([value.node for value in labels]))
     between = _ran_behind(recorder, (), behind.ends, within.forward, samples, made_by)
     reader = Reader(between, samples, labels, memo=recorder.kinds.memo)
+    told = _told(reader, behind)
+    counts = {count for own, count, *_ in told if own is not recorder and count != samples}  # of other models' calls
     # If independence is asked for: values may mix without a gradient, and nothing shows that they don't.
-    if not (recorder.kinds.independent or _misled(reader, behind)):
+    is_asked = recorder.kinds.independent and max(samples, *counts, 1) > 1
+    if not (is_asked or _misled(reader, told)) and all(_has_sources(reader, count, told) for count in counts):
         return
     why = BETWEEN.format(type(model).__name__, reader.mixing(reader.walk)[0] or "the order of the samples")
     heard = {hook.receiver for node in nodes_behind(made_by) for hook in on_node(node)}  # also what is behind these outputs
-    for node, receiver in product(made_by, heard):
+    for node, receiver in itertools.product(made_by, heard):
         own_hook(node.register_prehook(partial(_refuse, receiver, why)))
 
 
@@ -157,23 +163,50 @@ def _is_returned(value: Value, label: Label, samples: int) -> bool:
     """Whether a value is an output of a model, with the samples where this label says."""
     notes: Any = value.node.metadata
     mark = notes.get(Returned, {}).get(value.number)
-    if mark is None or mark.at is None or mark.samples != samples:
-        return mark is not None  # what arrives there is refused, or can't be compared
+    if mark is None or mark.at is None:
+        return mark is not None  # what arrives there is refused
     shape = shape_of(value)
-    return agree(label, label_of(mark.at, shape, samples), shape, samples)
-
-
-def _misled(reader: Reader, behind: Behind) -> set[Recorder]:
-    """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
-    return {
-        own
-        for own, samples, value, label in _read_of(reader.trace.nodes, behind.marks)
-        if samples == reader.samples and value.node in reader.number and not reader.is_in_order(value, label)
-    }
+    return mark.samples == samples and agree(label, label_of(mark.at, shape, samples), shape, samples)
 
 
 # A value of a model's that is read outside of its forward: the model's recorder, N, and the label of a gradient there.
 _Read = tuple[Recorder, int, Value, Label]
+
+
+def _told(reader: Reader, behind: Behind) -> list[_Read]:
+    return [own for own in _read_of(reader.trace.nodes, behind.marks) if own[2].node in reader.number]
+
+
+def _misled(reader: Reader, told: Iterable[_Read]) -> set[Recorder]:
+    """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
+    return {own for own, samples, *at in told if samples == reader.samples and not reader.is_in_order(*at)}
+
+
+def _has_sources(reader: Reader, samples: int, told: Iterable[_Read]) -> bool:
+    """Whether each of a reader's samples was made of one sample of earlier calls, of which a loop took some, or many each.
+
+    samples: the earlier calls' number"""
+    own, there = reader.samples, [label for label in reader.labels.values() if isinstance(label, Owned)]
+    expected = {value: label for _, count, value, label in told if count == samples}
+
+    def read(of: Tensor, count: int) -> Reader:
+        """Reads the computation again.  of: the new number of each sample    count: how many there are"""
+        at = [entries(label, shape_of(value), own, "cpu") for value, label in zip(reader.places, there)]
+        return Reader(reader.ran, count, {v: Entries(of[x].where(x >= 0, NOBODY)) for v, x in zip(reader.places, at)})
+
+    # By more samples than any axis has, no label names a sample where nothing arrives.
+    many = 1 + max([own, *(size for shapes in reader.trace.shapes for shape in shapes for size in shape or ())])
+    numbers = torch.arange(own, device="cpu")
+    taken, source = read(numbers, many), torch.zeros_like(numbers)
+    for value, label in expected.items():
+        found = taken.walk.labels[taken.number[value.node]][value.number]
+        if isinstance(found, Entries) and isinstance(label, Owned):
+            at, of = torch.broadcast_tensors(found.samples.cpu(), entries(label, shape_of(value), samples, "cpu"))
+            source[at[at >= 0]] = of[at >= 0]
+    again = (read(of, samples) for of in (source, numbers * samples // own, numbers % samples))
+    return len(there) == len(reader.places) and any(
+        all(map(each.is_in_order, expected.keys(), expected.values())) for each in again
+    )
 
 
 def _read_of(nodes: Iterable[Node], marks: Mapping[Value, Returned]) -> Iterator[_Read]:

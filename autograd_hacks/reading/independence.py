@@ -28,7 +28,7 @@ from autograd_hacks.graph.laws import kind_of
 from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numbers
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
-from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, SEEDED, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -94,7 +94,7 @@ def _kept(recorder: Recorder, tape: Tape, ran: Ran) -> list[str]:
     written = recorder.marks.written(tape.model, lambda x: tape.number(x) not in same)
     found = [name for name in written if name not in recorder.record.gathered]  # shards are replaced while layers run
     if not found or not is_kept(tape, ran.known.batch.axes_of_samples(ran.within.axis, 1)):
-        ran.within.kind.tapes.add(tape, (), BY_LABELS)
+        ran.within.kind.tapes.add(tape, (), BY_LABELS, 1)
         return []
     return found
 
@@ -106,17 +106,19 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
     if is_odd or recorder.kinds.replace is not None or within.counted_at is not None or _losses(ran):
         return False
     drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
+    drawn = (entry for entry in drawn if (SEEDED, True) not in (entry.kwargs or ()))
     is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
-    return not is_odd and not within.kind.tapes.are_like(tape, samples)
+    return not is_odd and not within.kind.tapes.are_like(tape)
 
 
 def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
     """Notes if outputs are others at other places in a batch of another size: the last one, or half of the samples.
 
     Other sizes may have other kernels, so differences that rounding may leave are none."""
-    within, counts = ran.within, ran.within.kind.tapes.counts
+    within = ran.within
     # An odd number less, or one more.
-    count = counts[-1] if counts else samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
+    usual = samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
+    count = within.kind.tapes.other_than(samples) or usual
     runs = Runs(recorder, within, copy, samples, False, are_parts=True)
     donors = _moved(samples).repeat(count // samples + 1)[:count]
     kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
@@ -137,7 +139,6 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
                 within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
-    counts.append(samples)
 
 
 def _moved(samples: int) -> Tensor:
@@ -176,7 +177,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         BY_VALUES if read or is_packed else BY_LABELS,
         True,
     )
-    tapes.add(tape, read, within.kind.shown)
+    tapes.add(tape, read, within.kind.shown, samples)
     return True
 
 
@@ -294,7 +295,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         for x in tape.outside:
             kind.tapes.constants[x] = True
         # Wrappers give the memory of parts back when the forward has ended.
-        kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS)
+        kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS, samples)
         kind.shown = BY_RUNS
 
 

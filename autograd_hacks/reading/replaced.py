@@ -17,6 +17,7 @@ from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.reading.gate import read
+from autograd_hacks.support.contexts import drawn_from, is_seeded
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.layout import Layout, differs, likeliest, rounding_of
 from autograd_hacks.support.parts import is_part
@@ -37,16 +38,30 @@ class Seen(NamedTuple):
 
 
 class _Undrawn(TorchDispatchMode):
-    """Random numbers are all 1, so that a sample alone gets those that it got among others.  Permutations stay drawn."""
+    """Random numbers are all 1, so that a sample alone gets those that it got among others.  Permutations stay drawn.
+
+    So do numbers after a seed that the forward sets, which belong to the places of a batch."""
 
     _should_skip_dynamo = classmethod(lambda cls: False)  # it would be imported
 
+    def __init__(self, draws: Sequence[torch.Generator], takes_permutations: bool) -> None:
+        """draws: generators that are older than the forward    takes_permutations: if not, places may be drawn"""
+        super().__init__()
+        self.seeded, self.takes_permutations = set[torch.Generator](), takes_permutations
+        for own in (torch.default_generator, *torch.cuda.default_generators, *draws):  # nothing has just been seeded
+            torch.rand(1, generator=own, device=own.device)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_drawing = torch.Tag.nondeterministic_seeded in func.tags
+        if is_drawing and ((draws := drawn_from(args, kwargs or {})) in self.seeded or is_seeded(draws)):
+            self.seeded.add(draws)
+            return func(*args, **kwargs or {})
         if func is torch.ops.aten.native_dropout.default:
             return func(args[0], args[1], False)
         out = func(*args, **kwargs or {})
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor) and out.is_floating_point()
-        return out.fill_(1) if is_drawn else out
+        if is_drawing and isinstance(out, Tensor) and not out.is_floating_point() and not self.takes_permutations:
+            raise ProbeFailed("the forward draws whole numbers, which are others in another batch")
+        return out.fill_(1) if is_drawing and isinstance(out, Tensor) and out.is_floating_point() else out
 
 
 def alone_among(parts: Callable[..., Any], kept: Tensor, arguments: Arguments) -> Arguments:
@@ -71,7 +86,7 @@ class Runs:
         """kept: the samples that there are, if not all"""
         own, rows = self.copy.again(arguments), dict[str, Tensor]()
         model = own.model
-        with ABOVE.alone(model), own.running(), _Undrawn() if self.are_parts else nullcontext():
+        with ABOVE.alone(model), own.running(), _Undrawn(own.draws, kept is not None) if self.are_parts else nullcontext():
             for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
                 # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
                 if p.numel() and not is_part(p) and not p.detach().any():

@@ -3,7 +3,7 @@
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -24,6 +24,20 @@ def random_state(devices: Iterable[torch.device]) -> RandomState:
     return {"cpu": torch.get_rng_state()} | {
         str(device): torch.cuda.get_rng_state(device) for device in set(devices) if device.type == "cuda"
     }
+
+
+def drawn_from(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The generator from which an operation of PyTorch draws."""
+    device = torch.device(kwargs.get("device") or next((x.device for x in args if isinstance(x, Tensor)), "cpu"))
+    own = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    return kwargs.get("generator") or own
+
+
+def is_seeded(draws: torch.Generator) -> bool:
+    """Whether nothing was drawn from a generator since it got its seed."""
+    is_hidden = draws.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    seeded = draws if is_hidden else torch.Generator(draws.device).manual_seed(draws.initial_seed())
+    return not is_hidden and torch.equal(draws.get_state(), seeded.get_state())
 
 
 @contextmanager

@@ -96,6 +96,7 @@ class Copy:
     ) -> None:
         self._memo: dict[int, Any] = {}  # copies, by the id of the original
         self._alive: list[Any] = []  # originals, so that no id is used again
+        self.draws: list[torch.Generator] = []  # the copied generators of random numbers
         self._is_first = before is None
         self._not_ours: set[int] = {id(p) for p in model.parameters()} | (set() if before is None else before._not_ours)
         self._places = list[tuple[Place, Any]]()  # with what each holds while the copy runs
@@ -162,6 +163,9 @@ class Copy:
         kind: Any = type(x)
         if isinstance(x, Tensor):
             return _copied_tensor(x)
+        if isinstance(x, torch.Generator):
+            self.draws.append(x.clone_state())
+            return self.draws[-1]
         if isinstance(x, GeneratorType | AsyncGeneratorType):
             raise _refused(where, x, "Python can't copy it")
         if isinstance(x, io.IOBase):

@@ -1,5 +1,6 @@
 """Autograd's graph: its nodes, and what they save."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from operator import attrgetter
@@ -144,6 +145,14 @@ def is_users(node: object) -> bool:
     """Whether a node belongs to a user's autograd.Function, not torch's own."""
     kind: Any = type(node)
     return isinstance(node, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
+
+
+def is_collective(node: Any) -> bool:
+    """Whether a node exchanges gradients with other processes."""
+    is_functions = isinstance(node, BackwardCFunction)
+    return (is_functions and class_of_function(type(node)).__module__ == "torch.distributed.nn.functional") or bool(
+        re.search("__c10d_functional_(?!_wrap_tensor|wait_tensor)", node.name())
+    )
 
 
 def number_of(node: Any, name: str) -> int | None:

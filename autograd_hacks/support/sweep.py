@@ -263,7 +263,8 @@ def by_node(
 
 
 def factor_of(node: Any) -> Tensor | None:
-    """What a node multiplies each entry of a gradient by, as an activation does, in the shape of its only input.
+    """What a node multiplies each entry of a gradient by, as an activation does, in the shape of its only input;
+    or whether it keeps each entry.
 
     None if it does anything else: what it makes of random numbers isn't their product with what it makes of ones.
     """
@@ -274,10 +275,12 @@ def factor_of(node: Any) -> Tensor | None:
         return None
     ones = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
     drawn = ones + torch.rand(ones.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(ones)
-    own, found = ((call_node(node, [g]) or [None])[0] for g in (ones, drawn))
+    own, found, nan = ((call_node(node, [g]) or [None])[0] for g in (ones, drawn, ones * torch.nan))
     if own is None or found is None or own.numel() != ones.numel() or own.is_complex() or ones.is_complex():
         return None
     own, apart = fitted(own, value), (found - own * drawn.view_as(own)).abs()
+    if nan is not None and bool((fitted(nan, value).nan_to_num(1.0) == own).all()):  # each entry is kept or left out
+        return own != 0
     return own if bool((apart <= 8 * torch.finfo(own.dtype).eps * own.abs()).all()) else None
 
 

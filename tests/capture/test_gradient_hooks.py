@@ -20,7 +20,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.capture import arrivals, gradient_hooks, lean
-from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.errors import SamplesMixed, UnseenGradient
 
 Change = Callable[[Tensor], Tensor]
 MOVE: dict[str, Change] = {
@@ -312,11 +312,17 @@ def test_a_model_may_register_hooks_on_its_layers_as_it_runs() -> None:
         copy.deepcopy(hooked).state_dict()
 
 
-def test_a_hook_of_a_parameter_may_do_what_it_likes_after_the_forward_too() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    autograd_hacks.add_hooks(model)
-    losses, weight = squares(model(torch.randn(5, 3).double())), model[0].weight
-    weight.register_hook(lambda grad: grad.roll(1, 0))
-    losses.mean().backward()
-    autograd_hacks.compute_grad1(model)
-    torch.testing.assert_close(weight.grad1.mean(0).roll(1, 0), weight.grad)
+@crossed(begins=[-1, 0, 3], what=["looks", "copy", "roll", "overwrite"], param_grad=[True, False])
+def test_a_hook_of_a_parameter_may_not_change_gradient(begins: float, what: str, param_grad: bool) -> None:
+    """begins: the step after whose forward it is registered, -1 before `add_hooks`"""
+    model, overwrite = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), lambda g: [None, g.mul_(2)][0]
+    hook = {**MOVE, **KEEP, "looks": lambda g: None, "overwrite": overwrite}[what]
+    register, changes = lambda: model[0].weight.register_hook(hook), what in ("roll", "overwrite")
+    _ = register() if begins < 0 else None
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for n in range(5):
+            losses = squares(model(torch.randn(5, 3).double()))
+            _ = register() if begins == n else None
+            losses.mean().backward()
+            with pytest.raises(UnseenGradient, match=r"0\.weight") if changes and begins <= n else nullcontext():
+                autograd_hacks.compute_grad1(model)

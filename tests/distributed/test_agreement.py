@@ -1,11 +1,13 @@
 """Processes that hold parts of one model run it as often as each other, and fail together."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as collectives
 import torch.nn as nn
 from oracle import one_loss_at_a_time
 from processes import WORLD, in_both
@@ -26,6 +28,7 @@ from spread import (
     wrapped,
 )  # fmt: skip
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -120,6 +123,27 @@ def test_samples_that_mix_on_one_process() -> None:
         squares(model(x[own((4, 4))]), y[own((4, 4))]).mean().backward()
         with pytest.raises(SamplesMixed if dist.get_rank() else ProcessesDisagree):
             autograd_hacks.clip_grad1_norm_(model, BOUND)
+
+
+EXCHANGES = {
+    "without a gradient": lambda h: all_reduce(h.detach(), "sum", dist.group.WORLD) + 0,
+    "a sum": lambda h: collectives.all_reduce(h.clone()),
+    "each": lambda h: sum(collectives.all_gather(h.contiguous())),
+    "a functional sum": lambda h: all_reduce(h, "sum", dist.group.WORLD) + 0,
+}
+
+
+@crossed(how=EXCHANGES, independent=[True, False], samples=[1, 4])
+@in_both
+def test_samples_that_other_processes_have_in_the_same_places(how: str, independent: bool, samples: int) -> None:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(
+        Bare(lambda m, x: m.b(m.a(x) + EXCHANGES[how](m.a(x))), a=nn.Linear(3, 3), b=nn.Linear(3, 2))
+    )
+    autograd_hacks.add_hooks(model, independent=independent)
+    with pytest.raises(PerSampleGradientError) if independent or how != "without a gradient" else nullcontext():
+        model(torch.randn(samples, 3)).square().sum(1).mean().backward()
+        autograd_hacks.compute_grad1(model)
 
 
 class Packs(nn.Module):

@@ -152,12 +152,14 @@ def test_an_optimizer_within_an_optimizer(clips: bool) -> None:
         assert_by_hand(epoch(model=model, optimizer=optimizer))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, at import
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("named", [False, True])
-def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) -> None:
+@pytest.mark.parametrize("how", ["a closure", "a named closure", "compiled"])
+def test_a_private_step_within_the_optimizers_closure_or_before_a_compiled_step(clips: bool, how: str) -> None:
     """As Lightning does it."""
     private, model = training(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step = torch.compile(optimizer.step, backend="aot_eager")
     with private.attach(model, optimizer), changed_if(clips):
         for x, y in private.loader(dataset()):
 
@@ -169,23 +171,10 @@ def test_a_private_step_within_the_optimizers_closure(clips: bool, named: bool) 
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 return float(own.detach().sum())
 
-            assert optimizer.step(closure=closure) if named else optimizer.step(closure)
-        assert_by_hand(model)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, at import
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_compiled_step_of_an_optimizer(clips: bool) -> None:
-    private, model = training(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    step = torch.compile(optimizer.step, backend="aot_eager")
-    with private.attach(model, optimizer), changed_if(clips):
-        for x, y in private.loader(dataset()):
-            private.backward(losses(model, x, y))
-            private.step()
-            if clips:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            step()
+            if how == "compiled":
+                _ = closure(), step()
+            else:
+                assert optimizer.step(closure=closure) if how == "a named closure" else optimizer.step(closure)
         assert_by_hand(model)
 
 

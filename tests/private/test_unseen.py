@@ -129,21 +129,30 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "sizes alone": lambda h: nn.functional.group_norm(h.view(-1, 3, 1), 1).view(len(h), 3) + torch.zeros(len(h), 1),
     "equal samples": lambda h: h / len(h) + 0 * float(h.detach()[0, 0]),  # with others instead nothing changes
     "a loop": lambda h: torch.stack([x.softmax(0) for x in h]),
+    "a seed": lambda h: h + (torch.manual_seed(0), torch.randn(len(h), 3))[1],
+    "its own seed": lambda h: h * torch.randperm(len(h), generator=torch.Generator().manual_seed(0))[:, None],
+    "drawn": lambda h: h + torch.randn(len(h), 3) + torch.randn(len(h), 3, generator=DRAWS),
+    "a fixed table": lambda h: h + torch.randn(3, generator=torch.Generator().manual_seed(0)),
 }
+DRAWS = torch.Generator().manual_seed(0)
 
 
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("how", SIZED)
-def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refused(how: str) -> None:
-    """A drawn batch's size, and a sample's place in it, tell whether one sample more was there."""
-    model, refused = Bare(lambda m, x: m.b(SIZED[how](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
+def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refused(how: str, begins: bool) -> None:
+    """A drawn batch's size, and a sample's place in it, tell whether one sample more was there; from any step on."""
+    model, refused = Bare(lambda m, x: m.b(m.now[0](m.a(x))), a=nn.Linear(4, 3), b=nn.Linear(3, 2)), 0
     with autograd_hacks.add_hooks(model, independent=True):
-        for samples in (3, 6, 4, 5) if how == "the last one" else (7, 6, 4, 5):
+        numbers = (3, 6, 4, 5) if how == "the last one" else (7, 6, 4, 5)
+        for n, samples in enumerate([7, 6, 4, 5] * begins + [*numbers]):
+            model.now = [SIZED[how] if n >= 4 * begins else torch.tanh]
             backward(model, torch.randn(1, 4).repeat(samples, 1) if how == "equal samples" else torch.randn(samples, 4))
             try:
                 step(model)
             except SamplesMixed as error:
                 refused += "size is private" in str(error)
-    assert refused == {"sizes alone": 0, "a loop": 0, "a branch": 2, "one size": 2}.get(how, 4)
+    most = {"drawn": 0, "a fixed table": 0, "sizes alone": 0, "a loop": 0, "a branch": 2, "one size": 2}
+    assert refused == most.get(how, 4)
 
 
 def test_a_view_of_a_whole_buffer_is_no_write() -> None:

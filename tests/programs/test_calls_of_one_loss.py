@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,20 @@ def held(net: Net, x: Tensor, *reads: int) -> Tensor:
     return sum((found[t] for t in reads), x.new_zeros(len(x)))
 
 
+def of_a_thread(net: Net, x: Tensor, *reads: int) -> Tensor:
+    """The state comes from another thread, which numbers its nodes by itself."""
+    HELD.clear()
+
+    def first() -> Tensor:
+        for _ in range(1000):
+            x.detach().requires_grad_().sum()
+        return squares(net(x, what="hold"))
+
+    with ThreadPoolExecutor(1) as thread:
+        found = [thread.submit(first).result(), squares(net(x + 1, what="hold"))]
+    return sum((found[t] for t in reads), x.new_zeros(len(x)))
+
+
 def cached(net: Net, x: Tensor) -> Tensor:
     net.seen = []
     return sum((squares(net(x + t, what="attend")) for t in range(3)), x.new_zeros(len(x)))
@@ -105,9 +120,14 @@ def kept_weight(net: Net, x: Tensor) -> Tensor:
     return squares(net(x, what="weights")) + squares(net(x + 1, what="weights"))
 
 
-PROGRAMS = {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, cached, kept_weight)} | {
-    f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]
-}
+PROGRAMS = (
+    {own.__name__: own for own in (one_node, unhooked, one_of_another, views, cycle, cached, kept_weight)}
+    | {f"held {reads}": partial(lambda net, x, reads: held(net, x, *reads), reads=reads) for reads in [(0,), (1,), (0, 2)]}
+    | {
+        f"of a thread {reads}": partial(lambda net, x, reads: of_a_thread(net, x, *reads), reads=reads)
+        for reads in [(1,), (0, 1)]
+    }
+)
 
 
 def rows_of(net: Net, program: Program, x: Tensor) -> Rows:
@@ -193,6 +213,41 @@ def test_samples_that_mix_between_two_calls(chain: str, mix: str, begins: int, p
             begin = partial(autograd_hacks.backward, losses, "sum") if total == "each" else losses.sum().backward
             with pytest.raises(SamplesMixed):
                 (begin(), autograd_hacks.compute_grad1(net, "sum"))
+
+
+CHOSEN = torch.tensor([3, 1, 4])
+STRETCHES: dict[str, tuple[Own, Own | None]] = {  # of 6 samples; and which sample each of the others is made of, if one is
+    **{name: (own, own) for name, own in {
+        "some": lambda h: h[2:5], "every other": lambda h: h[1::2], "chosen": lambda h: h[CHOSEN],
+        "one": lambda h: h[4:5], "twice each": lambda h: h.repeat_interleave(2, 0), "twice": lambda h: h.repeat(2, 1),
+    }.items()},
+    "positions": (lambda h: h.view(24, 1).expand(24, 4), lambda own: own.repeat_interleave(4, 0)),
+    "centred": (lambda h: (h - h.mean(0))[:4], None),
+    "pairs": (lambda h: h[:3] * h[3:], None),
+    "one of all": (lambda h: h.mean(0, keepdim=True), None),
+    "features": (lambda h: h.T.repeat(1, 1)[:, :4], None),
+    "as it is": (lambda h: h.view(2, 3, 4), None),
+}  # fmt: skip
+
+
+@crossed(how=STRETCHES, begins=[0, 2])
+def test_another_number_of_samples_after_a_call(how: str, begins: int) -> None:
+    first, last = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(2))
+    with autograd_hacks.add_hooks(first), autograd_hacks.add_hooks(last):
+        for n in range(4):
+            x, (stretch, source) = torch.randn(6, 4).double(), STRETCHES[how if n >= begins else "chosen"]
+            losses = squares(last(stretch(first(x))))
+            losses.sum().backward(retain_graph=True)
+            if source is None:
+                with pytest.raises(SamplesMixed):
+                    autograd_hacks.compute_grad1(first, "sum")
+                continue
+            of = source(torch.arange(6)[:, None]).flatten()
+            for model, own in (first, [losses[of == k].sum() for k in range(6)]), (last, losses):
+                autograd_hacks.compute_grad1(model, "sum")
+                with autograd_hacks.pause_hooks():
+                    rows = [torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0] for loss in own]
+                assert_close(model[0].weight.grad1, torch.stack(rows))
 
 
 @pytest.mark.parametrize("param_grad", [True, False])

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from oracle import Rows, assert_same, one_backward_per_sample, squares
 from torch import Tensor
+from torch.testing import assert_close
 from twin import Bare
 
 import autograd_hacks
@@ -190,3 +191,20 @@ def test_half_precision_on_the_way() -> None:
         grads = grads_of(model, x)
     for name, rows in grads.dense().items():
         torch.testing.assert_close(rows, expected[name], rtol=0.1, atol=0.1 * float(expected[name].abs().max()))
+
+
+KEEPS = {
+    "relu": Tensor.relu,
+    "clamp": lambda w: w.clamp(-0.5, 0.5),
+    "tril": Tensor.tril,
+    "times": lambda w: w * torch.eye(3),
+}
+
+
+@pytest.mark.parametrize("how", KEEPS)
+def test_entries_that_a_way_leaves_out_are_zero_where_the_gradient_is_not_a_number(how: str) -> None:
+    model = Bare(lambda m, x: x @ KEEPS[how](m.w), w=torch.randn(3, 3))
+    with autograd_hacks.add_hooks(model):
+        (model(torch.randn(4, 3)).sum(1) * torch.nan).sum().backward()
+        autograd_hacks.compute_grad1(model, "sum")
+        assert_close(model.w.grad1.sum(0), model.w.grad, equal_nan=True)
