@@ -179,7 +179,7 @@ def _told(reader: Reader, behind: Behind) -> list[_Read]:
 
 def _misled(reader: Reader, told: Iterable[_Read]) -> set[Recorder]:
     """The recorders at whose outputs or uses gradients of other samples arrive than are there."""
-    return {own for own, samples, *at in told if samples == reader.samples and not reader.is_in_order(*at)}
+    return {own for own, n, at, label in told if n == reader.samples and not reader.is_in_order(at, label)}
 
 
 def _has_sources(reader: Reader, samples: int, told: Iterable[_Read]) -> bool:
