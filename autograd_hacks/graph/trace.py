@@ -65,8 +65,8 @@ class Plan:
             edges.append(tuple(ahead))
         types, known = [*map(type, nodes)], _BY_TYPE.get
         kinds = [LEAF if kind is Leaf else known(kind) or kind_of(node) for node, kind in zip(nodes, types)]
-        for node in ends and place.keys() & ends:
-            kinds[place[node]] = END
+        for k in [k for k, node in enumerate(nodes) if node in ends] if ends else ():
+            kinds[k] = END
         self.kinds, self.edges, self.roots = tuple(kinds), tuple(edges), [(place[node], number) for node, number in roots]
         self.leaves = [k for k, kind in enumerate(kinds) if kind is LEAF]
         # What laws read: saved numbers, and sizes that don't follow from others.
