@@ -11,7 +11,7 @@ from autograd_hacks.curvature.backprop import passes_for
 from autograd_hacks.curvature.ekfac import Eigenvalues
 from autograd_hacks.curvature.sums import MAX_BYTES, Coverage, Sums
 from autograd_hacks.errors import ON_CURVATURE, ON_PASSES
-from autograd_hacks.extending import check_loader, kind_of, recorder_of, spread_of
+from autograd_hacks.extending import check_kind, check_loader, kind_of, recorder_of, spread_of
 from autograd_hacks.support.display import progress
 from autograd_hacks.support.ranges import checked
 
@@ -127,14 +127,16 @@ def compute_hess_over(
     return sums.coverage()
 
 
-def _output(model: nn.Module, given: Any) -> Any:
-    """The model's output.  Raises TypeError if ``forward`` has to say how to get it."""
+def _output(model: nn.Module, given: Any) -> Tensor:
+    """The model's output, a tensor.  Raises TypeError if ``forward`` has to say how to get it."""
+    example = "forward=lambda model, batch: model(**batch).logits, for example"
     try:
-        return model(given)
+        output: Any = model(given)
     except Exception as error:  # whatever a model raises that takes tensors by name
         if not isinstance(given, Mapping):
             raise
-        raise TypeError(
-            f"compute_hess_over: model(batch) raised {type(error).__name__} for a {kind_of(given)}; expected "
-            "forward=lambda model, batch: model(**batch).logits, for example" + ON_CURVATURE
-        ) from error
+        raised = f"model(batch) raised {type(error).__name__} for a {kind_of(given)}"
+        raise TypeError(f"compute_hess_over: {raised}; expected {example}" + ON_CURVATURE) from error
+    check_kind("compute_hess_over", ON_CURVATURE, Tensor, f"a tensor, or {example}", output=output)
+    found: Tensor = output
+    return found

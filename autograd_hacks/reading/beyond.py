@@ -407,11 +407,9 @@ class _Total:
             if (node := self._mixes(values, labels, count, mode)) is None:
                 return {}
             nodes.append(node)
-        return (
-            {values[0]: nodes[0]}
-            if len(values) == 1
-            else {k: at for own in values for k, at in self._unsorted([own]).items()}
-        )
+        if len(values) == 1:
+            return {values[0]: nodes[0]}
+        return {k: at for own in values for k, at in self._unsorted([own]).items()}
 
     def _classes(self, values: Sequence[Value]) -> Iterator[tuple[Sequence[Label], int]]:
         """Classes to which the entries of values may belong, the likeliest first, with their number."""

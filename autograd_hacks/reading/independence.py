@@ -59,9 +59,11 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
         raise tape.refused
     if kind.dependent is not None and (tape is None or kind.tapes.mixing != tape.entries):
         within.mixing, within.mixed_outputs, kind.dependent = "", (), None  # another tape may tell another tale
-    if samples == 1 and tape is not None and not kind.tapes.how(tape) and (names := _kept(recorder, tape, ran)):
-        what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
-        _note_mixing(within, what, range(ran.count))
+    if samples == 1 and tape is not None and not kind.tapes.how(tape):
+        _check_opaque(tape)
+        if names := _kept(recorder, tape, ran):
+            what = f"the forward writes what depends on a sample, or may, to {', '.join(names)}, which the next forward has."
+            _note_mixing(within, what, range(ran.count))
     if samples == 1 or within.mixing:
         kind.is_independent = not within.mixing
         kind.tapes.mixing = tape.entries if tape is not None and samples > 1 else None
