@@ -54,9 +54,6 @@ MIXING = (
 )
 _MEMORY = Memory(lambda _: False)
 
-Told = tuple[Recorder, int, Mapping[Value, Label]]
-"""Of an output or a use of a model: the recorder, N, and whose the gradients there must be."""
-
 
 def _ran_behind(
     recorder: Recorder, outputs: Sequence[Tensor], ends: Collection[Node], forward: int, samples: int,
@@ -350,9 +347,11 @@ class _Ends(frozenset[Node]):
 
 def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
     """Why passes from some values have no rows: of each model whose samples are compared on the way."""
-    refused = dict[Backward, str]()
+    refused, stops = dict[Backward, str](), _Ends(node for node, _ in roots)
+    if not any(map(stops.__contains__, nodes_behind([*stops], stops))):  # a pass of other models
+        return refused
     with suppress(Nested), plainly_saved():
-        trace = Trace(roots, (), _Ends(node for node, _ in roots))
+        trace = Trace(roots, (), stops)
         ends = [node for node, kind in zip(trace.nodes, trace.kinds) if kind is END]
         marks = {Value(node, n): mark for node in ends for n, mark in node.metadata.get(Returned, {}).items()}
         read = [
