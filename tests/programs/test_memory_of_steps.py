@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from derivatives import gradient_penalty
+from nets import routed_net
 from oracle import squares
 from rarely import rarely
 from torch import Tensor
@@ -70,22 +71,9 @@ def low_rank() -> nn.Module:
     )  # fmt: skip
 
 
-def experts(m: nn.Module, x: Tensor) -> Tensor:
-    """Routed by values: each row goes through one of two layers."""
-    rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
-    weights = m.route(rows).softmax(1)
-    for n, expert in enumerate(m.experts):
-        (own,) = torch.where(weights.argmax(1) == n)
-        out = out.index_add(0, own, expert(rows[own]) * weights[own, n, None])
-    return out.view_as(x)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "class tokens": (of_tokens, of_squares),
-    "experts": (
-        lambda: Bare(experts, route=nn.Linear(D, 2), experts=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])),
-        of_squares,
-    ),
+    "experts": (routed_net, of_squares),
     "checkpoints": (
         lambda: Bare(
             lambda m, x: checkpoint(lambda x: m.scale * m.body(x), x, use_reentrant=False),

@@ -15,6 +15,7 @@ from nets import Between, Scale, noisy
 from oracle import squares
 from rarely import crossed, rarely
 from steps import batch, mlp, step
+from strategies import mixed_pair, permuted_fold, swapped
 from torch import Tensor
 from twin import Bare
 
@@ -200,19 +201,6 @@ def test_describe_survives_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch)
 
 
 # `verify`: what it finds wrong, and what it must not
-
-
-def swapped(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return x[[1, 0, *range(2, len(x))]], g[[1, 0, *range(2, len(g))]]
-
-
-def permuted_fold(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions as T·N where they are N·T, in input and gradient alike: the sum of the rows stays right."""
-    return tuple(t.flatten(0, 1).unflatten(0, t.shape[1::-1]).transpose(0, 1).reshape(t.shape) for t in (x, g))
-
-
-def mixed_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.cat([g[:2].mean(0, keepdim=True).expand_as(g[:2]), g[2:]]) if x.ndim == 2 else swapped(x, g)[1]
 
 
 @pytest.mark.parametrize("mistake", [swapped, permuted_fold, mixed_pair])
