@@ -10,7 +10,7 @@ from nets import perceptron, with_spare
 from oracle import clipped, squares
 from rarely import crossed
 from refused import check_each
-from steps import rows_of
+from steps import backward, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -29,10 +29,6 @@ def hooked(param_grad: bool = False) -> nn.Module:
     model = perceptron()
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     return model
-
-
-def backward(model: nn.Module, x: Tensor) -> None:
-    autograd_hacks.backward(squares(model(x)))
 
 
 def expected(model: nn.Module, x: Tensor, groups: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
