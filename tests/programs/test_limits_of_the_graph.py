@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mixing import data
+from nets import Scale
 from oracle import squares
 from rarely import crossed
 from steps import check_batches
@@ -153,16 +154,12 @@ def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
             model.zero_grad()
 
 
-def scale_net() -> nn.Module:
-    return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
-
-
 def test_branches_in_threads() -> None:
     def threads(m: nn.Module, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(3) as pool:
             return sum(pool.map(lambda branch: branch(x), m.branches))
 
-    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
+    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Scale(4)) for _ in range(3))
     check_right(Bare(threads, branches=branches), *[(data(4, 3),)] * 3)
 
 
@@ -207,9 +204,6 @@ def scaled(given: Callable[[Any], Tensor] = lambda x: x, then: Callable[..., Any
     ).double()
 
 
-# Batches of other things than tensors
-
-
 @pytest.mark.parametrize("batch_dim", [None, (None,)])
 def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
     stored = data(9, 3)
@@ -220,12 +214,9 @@ def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
 # What is returned
 
 
-def policy(returns: Callable[[Tensor, Tensor], Any]) -> nn.Module:
-    return Bare(lambda m, x: returns(m.mean(x), m.log_std), mean=nn.Linear(3, 2), log_std=torch.randn(2)).double()
-
-
 def test_a_parameter_that_is_returned() -> None:
-    model, x, a = policy(lambda mean, log_std: (mean, log_std)), data(4, 3), data(4, 2)
+    model = Bare(lambda m, x: (m.mean(x), m.log_std), mean=nn.Linear(3, 2), log_std=torch.randn(2))
+    x, a = data(4, 3), data(4, 2)
 
     def losses(model: nn.Module, x: Tensor) -> Tensor:
         mean, log_std = model(x)
