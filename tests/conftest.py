@@ -48,6 +48,11 @@ def model() -> Iterator[nn.Sequential]:
 
 
 @pytest.fixture
+def compiled_anew() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def double() -> Iterator[None]:
     """Tensors are of double precision unless something else is said."""
     torch.set_default_dtype(torch.float64)

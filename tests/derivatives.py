@@ -36,19 +36,12 @@ def laplacian(model: nn.Module, x: Tensor) -> Tensor:
     return (sum(second) - y).square()
 
 
-def score_matching(model: nn.Module, x: Tensor) -> Tensor:
-    """By Hutchinson's estimate, with one vector for all."""
-    slope = _slope(_sums(model, x), x)
-    v = torch.linspace(-1, 1, slope.shape[1], dtype=slope.dtype)
-    return slope.square().sum(1) / 2 + (_slope(slope @ v, x) @ v)
-
-
 def third(model: nn.Module, x: Tensor) -> Tensor:
     y = _sums(model, x)
     return _slope(_slope(_slope(y, x).square().sum(1), x).square().sum(1), x).square().sum(1) + y
 
 
-LOSSES = (gradient_penalty, laplacian, score_matching, third)
+LOSSES = (gradient_penalty, laplacian, third)
 
 
 def rows_of(model: nn.Module, loss: Loss, x: Tensor) -> Rows:

@@ -98,9 +98,6 @@ def check_right(model: nn.Module, *batches: tuple[Any, ...], losses: Callable[[A
             assert_rows(model, one_loss_at_a_time(model, lambda: losses(model(*args))))  # noqa: B023
 
 
-check_derivatives = check_right
-
-
 def mixes(model: nn.Module, x: Tensor) -> bool:
     """Whether the losses of the batch are others than those of its samples, or their gradients are."""
     losses = losses_of(model(x))

@@ -79,6 +79,36 @@ def choosy() -> nn.Module:
     return Bare(lambda m, x: torch.stack([row * (m.up if row.sum() > 0 else m.down) for row in x]), up=up, down=down)
 
 
+class Hiding:
+    """An object of any kind."""
+
+    def __init__(self, x: Any) -> None:
+        self.x, self.itself = x, self
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def routed(m: nn.Module, x: Tensor) -> Tensor:
+    """Experts that rows are chosen for, as modules and as one stack, and norms of one's own."""
+    rows = x.reshape(-1, 4)
+    scores, out = m.gate(rows), torch.zeros_like(rows)
+    for expert in range(3):
+        at = (scores.argmax(1) == expert).nonzero()[:, 0]
+        own = F.linear(rows[at], m.stack[expert]) * scores[at, expert, None]
+        out = out.index_add(0, at, m.experts[expert](own.tanh()).sigmoid())
+    return F.rms_norm(out.view_as(x), (4,), m.scale)
+
+
+def routed_net() -> nn.Module:
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    return Bare(routed, stack=torch.randn(3, 4, 4), scale=torch.randn(4), gate=nn.Linear(4, 3), experts=experts)
+
+
 class Scale(nn.Module):
     """y = x · scale, for which there is no rule."""
 

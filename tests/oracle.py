@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 Losses = Callable[..., Tensor]
@@ -21,6 +22,14 @@ def squares(out: Tensor | tuple[Tensor, ...], y: Tensor | None = None) -> Tensor
     z = torch.cat([flat(x) for x in (out if isinstance(out, tuple) else (out,))], 1)
     slopes = torch.linspace(-1, 1, z.shape[1], dtype=z.dtype, device=z.device)
     return (z * slopes).sum(1) + (z if y is None else z - flat(y)).square().sum(1)
+
+
+def cross_entropies(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def of_classes(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropies(model(x), y)
 
 
 def targets(samples: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from oracle import of_classes as losses
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import TensorDataset
@@ -72,10 +72,6 @@ def data() -> tuple[Tensor, Tensor]:
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def text() -> tuple[Tensor, Tensor]:

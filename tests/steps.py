@@ -32,6 +32,10 @@ def assert_right(
         assert_rows(model, one_backward_per_sample(model, squares, x, y, run))
 
 
+def backward(model: nn.Module, x: Tensor) -> None:
+    autograd_hacks.backward(squares(model(x)))
+
+
 def check(model: nn.Module, x: Tensor, loss_type: str | None = None, run: Callable[[Tensor], Tensor] | None = None) -> None:
     """A step of a hooked model, with samples on axis 0 of x and of the output: rows are those of each sample alone."""
     y = targets(len(x))

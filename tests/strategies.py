@@ -295,3 +295,19 @@ def forms(draw: st.DrawFn, samples: int, shape: tuple[int, ...], depth: int = 2)
             below = [Grouping(form, rows, each) for form in below]
         return Concatenation.of(below)
     return draw(leaf_forms(samples, shape))
+
+
+# Mistakes of rules: what they make of an input and of the gradient at the output
+
+
+def swapped(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x[[1, 0, *range(2, len(x))]], g[[1, 0, *range(2, len(g))]]
+
+
+def permuted_fold(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions as T·N where they are N·T, in input and gradient alike: the sum of the rows stays right."""
+    return tuple(t.flatten(0, 1).unflatten(0, t.shape[1::-1]).transpose(0, 1).reshape(t.shape) for t in (x, g))
+
+
+def mixed_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.cat([g[:2].mean(0, keepdim=True).expand_as(g[:2]), g[2:]]) if x.ndim == 2 else swapped(x, g)[1]

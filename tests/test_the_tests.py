@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_rows, assert_same, squares
 from steps import check, check_batches, check_losses
-from strategies import Case
+from strategies import Case, mixed_pair, permuted_fold, swapped
 from test_form_laws import test_every_verb_equals_its_definition as verbs_law
 from test_rule_laws import test_rule_equals_one_backward_per_sample as rows_law
 from torch import Tensor
@@ -21,19 +21,6 @@ from autograd_hacks.reading import forwards, gate
 
 def off_by_a_ten_thousandth(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return x, 1.0001 * g
-
-
-def swapped_samples(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return x, g[[1, 0, *range(2, len(g))]]
-
-
-def permuted_fold(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a folded batch, N·T, read as T·N."""
-    return x, g.flatten(0, 1).unflatten(0, (g.shape[1], g.shape[0])).transpose(0, 1).reshape(g.shape)
-
-
-def mixed_pair(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([x[:1] + x[1:2], x[1:]]), g
 
 
 def wrong_bias(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +41,7 @@ def without_own_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "check_rules", lambda *_: {})
 
 
-@pytest.mark.parametrize("mistake", [off_by_a_ten_thousandth, swapped_samples, permuted_fold, mixed_pair, wrong_bias])
+@pytest.mark.parametrize("mistake", [off_by_a_ten_thousandth, swapped, permuted_fold, mixed_pair, wrong_bias])
 @pytest.mark.parametrize("case", [LINEAR, CONV], ids=["Linear", "Conv2d"])
 @pytest.mark.parametrize("loss_type", ["mean", "sum"])
 def test_a_wrong_rule_fails(

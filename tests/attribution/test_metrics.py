@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from nets import language
-from oracle import joined
+from oracle import cross_entropies, joined, of_classes
 from refused import check_each
 from steps import rows_of, stepped
 from torch import Tensor
@@ -27,14 +27,10 @@ def batch(seed: int = 0, samples: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 1, 6, 6).double(), torch.randint(5, (samples,))
 
 
-def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y, reduction="none")
-
-
 def grads_and_rows(model: nn.Module, x: Tensor, y: Tensor) -> tuple[PerSampleGrads, Rows]:
     """By the library, and by one backward pass a sample."""
-    autograd_hacks.backward(cross_entropy(model(x), y), "sum")
-    return autograd_hacks.per_sample_grads(model), rows_of(model, x, y, cross_entropy)
+    autograd_hacks.backward(of_classes(model, x, y), "sum")
+    return autograd_hacks.per_sample_grads(model), rows_of(model, x, y, cross_entropies)
 
 
 def net() -> nn.Module:

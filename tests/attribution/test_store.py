@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import joined
+from oracle import cross_entropies, joined, of_classes
 from refused import check_each
 from steps import rows_of
 from torch import Tensor
@@ -22,12 +22,8 @@ from autograd_hacks.support.row_files import RowFiles
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def losses(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y, reduction="none")
-
-
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return losses(model(batch[0]), batch[1])
+    return of_classes(model, *batch)
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -43,7 +39,7 @@ def batches(*sizes: int) -> Batches:
 
 def all_rows(model: nn.Module, data: Batches) -> Tensor:
     """Each sample's whole gradient, by a backward pass of its own, (D, P)."""
-    return torch.cat([joined(rows_of(model, x, y, losses)) for x, y in data])
+    return torch.cat([joined(rows_of(model, x, y, cross_entropies)) for x, y in data])
 
 
 def written(path: Path, rows: Tensor) -> Store:

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from derivatives import LOSSES, Loss, gradient_penalty, rows_of, step, third
-from nets import Scale, choosy
+from nets import Scale, choosy, routed_net
 from oracle import assert_same, one_loss_at_a_time, squares
 from quantities import assert_quantities
 from rarely import crossed, rarely
@@ -40,17 +40,6 @@ def tied() -> nn.Module:
     )
     model.two.weight = model.one.weight
     return model
-
-
-def routed(m: nn.Module, x: Tensor) -> Tensor:
-    """Experts that rows are chosen for, as modules and as one stack, and norms of one's own."""
-    rows = x.reshape(-1, 4)
-    scores, out = m.gate(rows), torch.zeros_like(rows)
-    for expert in range(3):
-        at = (scores.argmax(1) == expert).nonzero()[:, 0]
-        own = F.linear(rows[at], m.stack[expert]) * scores[at, expert, None]
-        out = out.index_add(0, at, m.experts[expert](own.tanh()).sigmoid())
-    return F.rms_norm(out.view_as(x), (4,), m.scale)
 
 
 def normed(m: nn.Module, x: Tensor) -> Tensor:
@@ -87,11 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
             lambda m, x: m.out(m.recur(x)[0][:, -1]),
             recur=nn.LSTM(3, 4, batch_first=True, bidirectional=True), out=nn.Linear(8, 2),
         ), (3, 4, 3)),
-    "routed": (
-        lambda: Bare(
-            routed, stack=torch.randn(3, 4, 4), scale=torch.randn(4), gate=nn.Linear(4, 3),
-            experts=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
-        ), (4, 3, 4)),
+    "routed": (routed_net, (4, 3, 4)),
     "normed": (
         lambda: Bare(
             normed, normed=parametrizations.weight_norm(nn.Linear(4, 4)), table=nn.Embedding(5, 4), mix=nn.Linear(4, 4),

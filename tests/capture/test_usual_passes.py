@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from oracle import assert_same, one_backward_per_sample, squares
 from torch import Tensor
+from twin import of_squares
 
 import autograd_hacks
 from autograd_hacks.capture.backward import Backward
@@ -46,27 +47,23 @@ class Net(nn.Module):
         return self.head(h.mean(1))
 
 
-def losses(model: Net, x: Tensor) -> Tensor:
-    return model(x).square().sum(1)
-
-
 def step(model: Net, x: Tensor, **flags: Any) -> None:
     vars(model).update(flags)
     try:
-        losses(model, x).mean().backward()
+        of_squares(model, x).mean().backward()
     finally:
         model.flag, model.hook = "", None
 
 
 def twice(model: Net, x: Tensor) -> None:
-    loss = losses(model, x).mean()
+    loss = of_squares(model, x).mean()
     loss.backward(retain_graph=True)
     loss.backward()
 
 
 def both_and_one(model: Net, x: Tensor) -> None:
     model.flag = "skip"  # all uses are layers
-    one, other = (losses(model, own).mean() for own in (x, x.roll(1, 0)))
+    one, other = (of_squares(model, own).mean() for own in (x, x.roll(1, 0)))
     (one + other).backward(retain_graph=True)
     one.backward()
     model.flag = ""
@@ -98,19 +95,19 @@ def of_several(model: Net, x: Tensor) -> None:
 
 
 def differentiated(model: Net, x: Tensor) -> None:
-    losses(model, x).mean().backward(create_graph=True)
+    of_squares(model, x).mean().backward(create_graph=True)
     autograd_hacks.per_sample_grads(model).norms().sum().backward()
 
 
 def paused(model: Net, x: Tensor) -> None:
     step(model, x)
-    loss = losses(model, x.roll(1, 0)).mean()
+    loss = of_squares(model, x.roll(1, 0)).mean()
     with autograd_hacks.pause_hooks():
         loss.backward()
 
 
 def frozen(model: Net, x: Tensor) -> None:
-    loss = losses(model, x).mean()
+    loss = of_squares(model, x).mean()
     model.b.bias.requires_grad_(False)
     loss.backward()
 
@@ -140,14 +137,14 @@ def nested(model: Net, x: Tensor) -> None:
 
     inside = list[bool]()
     model.hook = run
-    loss = losses(model, x).mean()
+    loss = of_squares(model, x).mean()
     model.hook = None
     loss.backward(retain_graph=True)
 
 
 def read_aside(model: Net, x: Tensor) -> None:
     model.flag = "aside"
-    loss = losses(model, x).mean()
+    loss = of_squares(model, x).mean()
     model.flag = ""
     (loss + ASIDE.pop().square().mean()).backward()
 
@@ -198,21 +195,21 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
     "used twice": lambda model, x: step(model, x, flag="twice"),
     "skipped": lambda model, x: step(model, x, flag="skip"),
     "two passes of one forward": twice,
-    "two forwards, one pass": lambda model, x: (losses(model, x) + losses(model, x.roll(1, 0))).mean().backward(),
+    "two forwards, one pass": lambda model, x: (of_squares(model, x) + of_squares(model, x.roll(1, 0))).mean().backward(),
     "two forwards, and the first again": both_and_one,
     "two forwards, two passes": lambda model, x: (step(model, x), step(model, x.roll(1, 0))),
     "accumulated": accumulated,
     "a hook doubles": lambda model, x: step(model, x, hook=lambda g: 2 * g),
     "failed": failed,
     "failed before": failed_before,
-    "some parameters": lambda model, x: losses(model, x).mean().backward(inputs=[model.a.weight, model.head.bias]),
-    "captured": lambda model, x: torch.autograd.grad(losses(model, x).mean(), list(model.parameters())),
+    "some parameters": lambda model, x: of_squares(model, x).mean().backward(inputs=[model.a.weight, model.head.bias]),
+    "captured": lambda model, x: torch.autograd.grad(of_squares(model, x).mean(), list(model.parameters())),
     "rows with a graph": differentiated,
     "batched": of_several,
     "paused": paused,
     "frozen between": frozen,
-    "a penalty": lambda model, x: (losses(model, x).mean() + model.a.weight.square().sum()).backward(),
-    "losses": lambda model, x: autograd_hacks.backward(losses(model, x), "sum"),
+    "a penalty": lambda model, x: (of_squares(model, x).mean() + model.a.weight.square().sum()).backward(),
+    "losses": lambda model, x: autograd_hacks.backward(of_squares(model, x), "sum"),
     "other sizes": lambda model, x: (step(model, x[:4]), model.zero_grad(), step(model, x)),
     "during the pass": one_by_one,
     "off in the middle": while_off,

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from oracle import joined, one_loss_at_a_time
+from oracle import of_classes as losses_of
 from rarely import crossed
 from torch import Tensor
 from twin import Bare
@@ -20,10 +21,6 @@ from autograd_hacks.errors import VerificationFailed
 
 Rows = dict[str, Tensor]
 N = 6
-
-
-def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def case(dtype: torch.dtype = torch.float64, samples: int = N) -> tuple[nn.Module, tuple[Tensor, Tensor], Rows]:

@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import assert_rows, joined, one_backward_per_sample
+from oracle import assert_rows, cross_entropies, joined, of_classes, one_backward_per_sample
 from rarely import rarely
 from torch import Tensor
 from torch.testing import assert_close
@@ -20,12 +19,7 @@ import autograd_hacks
 from autograd_hacks.compiled import backend as backends
 from autograd_hacks.errors import NothingRecorded, SamplesMixed, UnseenGradient, UnsupportedOperation, VerificationFailed
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore")]  # of torch's compiler
 
 
 def seen(m: Any, x: Tensor) -> Tensor:
@@ -48,12 +42,8 @@ def pictures(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 6, 6).double(), torch.randint(5, (samples,))
 
 
-def each_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y, reduction="none")
-
-
 def rows_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    found = one_backward_per_sample(model, partial(F.cross_entropy, reduction="none"), x, y).items()
+    found = one_backward_per_sample(model, cross_entropies, x, y).items()
     return {name: rows for name, rows in found if rows is not None}
 
 
@@ -85,7 +75,7 @@ def test_every_verb(verb: str, loss_type: str, monkeypatch: pytest.MonkeyPatch) 
         rows = rows_of(model, x, y)
         share = 1 / samples if loss_type == "mean" else 1.0
         model.zero_grad()
-        getattr(each_loss(step, x, y), loss_type)().backward()
+        getattr(of_classes(step, x, y), loss_type)().backward()
         clipped = (1 / joined(rows).norm(dim=1)).clamp(max=1)
         if verb == "rows":
             for name, p in model.named_parameters():
@@ -100,7 +90,7 @@ def check_inductor(model: nn.Module, step: Any, x: Tensor, y: Tensor, verb: str 
     """In single precision."""
     rows = rows_of(copy.deepcopy(model).double(), x.double(), y)
     model.zero_grad()
-    each_loss(step, x, y).sum().backward()
+    of_classes(step, x, y).sum().backward()
     if verb != "rows":
         assert_close(step.norms, joined(rows).norm(dim=1).float(), rtol=1e-4, atol=1e-5)
     for name, found in rows.items() if verb == "rows" else ():
@@ -149,10 +139,10 @@ def test_a_training_with_a_smaller_last_batch(optimizer: type[torch.optim.Optimi
     for samples in (6, 6, 4, 6, 1, 6):
         x, y = pictures(samples)
         mine.zero_grad()
-        each_loss(step, x, y).mean().backward()
+        of_classes(step, x, y).mean().backward()
         mine.step()
         theirs.zero_grad()
-        each_loss(twin, x, y).mean().backward()
+        of_classes(twin, x, y).mean().backward()
         norms = autograd_hacks.clip_grad1_norm_(twin, 0.5)
         theirs.step()
         assert_close(step.norms, norms)
@@ -165,7 +155,7 @@ def test_no_ordinary_gradients(verb: str) -> None:
     model, (x, y) = pictures_net().double(), pictures(6)
     step = autograd_hacks.compile(model, verb, param_grad=False, backend=None, loss_type="sum")
     for _ in range(2):
-        each_loss(step, x, y).sum().backward()
+        of_classes(step, x, y).sum().backward()
         assert all(p.grad is None for p in model.parameters())
     rows = rows_of(model, x, y)
     assert_close(*((step.norms, joined(rows).norm(dim=1)) if verb == "norms" else (model.weights.grad1, rows["weights"])))

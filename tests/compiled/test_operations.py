@@ -27,12 +27,7 @@ N = 6
 Inner = Callable[[Any, Tensor], Tensor]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore")]  # of torch's compiler
 
 
 def around(inner: Inner) -> nn.Module:

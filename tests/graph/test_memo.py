@@ -17,14 +17,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from autograd_hacks.graph import probed
-from autograd_hacks.graph.label import NOBODY, At, Entries, Label, same
+from autograd_hacks.graph.label import NOBODY, At, Entries, same
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.probed import confirmed
 from autograd_hacks.graph.walk import Walk, walked
-
-
-def label_on(x: Tensor, axis: int) -> Label:
-    return At(axis, 1, x.shape[axis] // N)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -35,7 +31,7 @@ def test_pairs_that_look_alike_have_labels_of_their_own(name: str) -> None:
     for k in (0, 0, 0, 1, 0, 1, 1, 1):
         torch.manual_seed(0)
         out = make(k)
-        label = label_on(out, axis)
+        label = At(axis, 1, out.shape[axis] // N)
         trace, memory = traced([out])
         walk = memo.walk(trace, {0: label}, N, memory)
         assert not judge([out], N, labels=[label], walk=walk, trace=trace).wrong
@@ -47,8 +43,8 @@ def assert_same(a: Walk, b: Walk) -> None:
     assert (a.uses, a.mixes, a.mixed) == (b.uses, b.mixes, b.mixed)
 
 
-def layers() -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
+def layers(count: int = 2) -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)]).double()
 
 
 def test_parameters_are_told_apart_by_identity() -> None:
@@ -279,8 +275,7 @@ def test_nobodys_factor_may_be_a_samples_too() -> None:
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
-    net = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]).double()
-    x = torch.randn(N, WIDTH).double()
+    net, x = layers(), torch.randn(N, WIDTH).double()
     out = net[0](x) * net[1](x.mean(0))
     _, walk = walk_of([out], N, net, [x])
     # Its rows are those of this forward, see walk.py; that the mean is of the batch is no gradient's matter.
@@ -351,22 +346,11 @@ def test_values_beside_parameters_are_tables_where_their_axes_are_those_of_param
     check([out], N, net, [x])
 
 
-# What could have sunk laws by node: checkpoints
-
-
-def linear(count: int = 2) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(count)]).double()
-
-
-def inputs(*sizes: int) -> Tensor:
-    return torch.randn(*sizes).double()
-
-
-# Checkpoints that aren't reentrant.
+# Checkpoints that aren't reentrant
 
 
 def test_what_laws_read_in_a_checkpoint_is_what_it_computes_again() -> None:
-    net, memo, x = linear(3), Memo(), inputs(N, WIDTH)
+    net, memo, x = layers(3), Memo(), torch.randn(N, WIDTH).double()
 
     def part(h: Tensor) -> Tensor:
         return net[1](h.tanh()[PERMUTED])

@@ -10,7 +10,7 @@ from nets import perceptron, with_spare
 from oracle import clipped, squares
 from rarely import crossed
 from refused import check_each
-from steps import rows_of
+from steps import backward, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -29,10 +29,6 @@ def hooked(param_grad: bool = False) -> nn.Module:
     model = perceptron()
     autograd_hacks.add_hooks(model, param_grad=param_grad)
     return model
-
-
-def backward(model: nn.Module, x: Tensor) -> None:
-    autograd_hacks.backward(squares(model(x)))
 
 
 def expected(model: nn.Module, x: Tensor, groups: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,16 +51,6 @@ def whole(model: nn.Module, multiplier: float = 0.0, **options: Any) -> PrivateS
 
 def step(model: nn.Module, multiplier: float = 0.0, **options: Any) -> Tensor:
     return whole(model, multiplier, **options).norms
-
-
-@pytest.mark.parametrize("param_grad", [True, False])
-def test_the_sum_over_the_expected_number(param_grad: bool) -> None:
-    model = hooked(param_grad)
-    for x in torch.randn(2, 6, 4):
-        norms, sums = expected(model, x)
-        backward(model, x)
-        assert_close(step(model), norms)
-        assert_grads(model, sums)
 
 
 def test_noise_is_normal_and_drawn_parameter_by_parameter() -> None:
@@ -182,8 +168,6 @@ def test_both_parts_of_complex_numbers_have_the_noise() -> None:
         assert p.grad is not None
         noise = torch.normal(0.0, 6.0, (*p.shape, 2), generator=draws, dtype=torch.float32) / 5
         assert_close(torch.view_as_real(p.grad), noise)
-    assert model.weight.grad is not None
-    assert all(1.14 < part.std() < 1.26 for part in (model.weight.grad.real, model.weight.grad.imag))
 
 
 @crossed(independent=[True, False], param_grad=[True, False])
@@ -262,16 +246,13 @@ def test_what_begins_to_know_of_other_samples_is_refused(monkeypatch: pytest.Mon
 
 @crossed(param_grad=[True, False], probe=[True, False])
 def test_a_forward_that_was_not_asked_is_shown_independent_afterwards(probe: bool, param_grad: bool) -> None:
-    model, x = perceptron(), torch.randn(6, 4)
-    norms, sums = expected(model, x)
+    model = perceptron()
     with autograd_hacks.add_hooks(model, probe=probe, param_grad=param_grad):
-        for _ in range(3):
+        for x in torch.randn(4, 6, 4):  # later forwards show it themselves
+            norms, sums = expected(model, x)
             backward(model, x)
             assert_close(step(model), norms)
             assert_grads(model, sums)
-        for _ in range(3):  # later forwards show it themselves
-            backward(model, torch.randn(6, 4))
-            step(model)
 
 
 def test_arguments_that_nobody_has_kept_can_not_be_shown_independent() -> None:

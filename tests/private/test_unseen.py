@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from oracle import clipped, squares
+from oracle import clipped
 from rarely import crossed
-from steps import rows_of
+from steps import backward, rows_of
 from torch import Tensor
 from torch.testing import assert_close
 from twin import Bare
@@ -22,10 +22,6 @@ from autograd_hacks.errors import SamplesMixed
 pytestmark = pytest.mark.usefixtures("double")
 
 BOUND = 2.0
-
-
-def backward(model: nn.Module, x: Tensor) -> None:
-    autograd_hacks.backward(squares(model(x)))
 
 
 def step(model: nn.Module, **options: Any) -> Tensor:

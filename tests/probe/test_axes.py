@@ -148,20 +148,9 @@ def test_a_time_first_layer_that_does_not_run_says_nothing_of_the_axis(sizes: tu
 # Which argument tells how many samples there are, and which are settings, positions, tables or masks
 
 
-def mixed() -> nn.Module:
-    """A mixing of positions that is given as an argument."""
-    return Bare(lambda m, x, how: m.out((how @ m.into(x)).relu()), into=nn.Linear(4, 4), out=nn.Linear(4, 2))
-
-
-def placed() -> nn.Module:
-    """Positions that are given as an argument, before the words."""
-    own = {"words": nn.Embedding(9, 8), "places": nn.Embedding(9, 8), "out": nn.Linear(8, 3)}
-    return Bare(lambda m, places, x: m.out((m.words(x) + m.places(places)).tanh()), **own).double()
-
-
 @pytest.mark.parametrize("samples", [1, 2, 3, 5])
 def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
-    model = mixed().double()
+    model = Bare(lambda m, x, how: m.out((how @ m.into(x)).relu()), into=nn.Linear(4, 4), out=nn.Linear(4, 2)).double()
     with autograd_hacks.add_hooks(model):
         for n in (4, samples):
             how = torch.randn(3, 3).double()
@@ -170,7 +159,8 @@ def test_a_matrix_beside_few_samples_is_no_batch(samples: int) -> None:
 
 @pytest.mark.parametrize("samples", [1, 3, 4])
 def test_positions_are_no_samples_even_where_they_are_as_many(samples: int) -> None:
-    model = placed()
+    own = {"words": nn.Embedding(9, 8), "places": nn.Embedding(9, 8), "out": nn.Linear(8, 3)}
+    model = Bare(lambda m, places, x: m.out((m.words(x) + m.places(places)).tanh()), **own).double()
     check_batches(model, torch.randint(9, (samples, 4)), loss_type="sum", run=lambda x: model(torch.arange(4)[None], x))
 
 

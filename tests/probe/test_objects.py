@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mixing import check_refused, data
+from nets import Hiding, Slotted
 from oracle import squares
 from rarely import crossed
 from steps import check, check_batches, check_losses
@@ -40,20 +41,6 @@ class Deep:
     @property
     def x(self) -> Tensor:
         return self.parts["a"][0].x
-
-
-class Hiding:
-    """An object of any kind."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.itself = x, self
-
-
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
 
 
 class Named(OrderedDict):  # type: ignore[type-arg]

@@ -300,7 +300,7 @@ def test_other_ways_to_begin_a_pass() -> None:
     assert torch.autograd.backward is plain
 
 
-# Models whose forward takes a derivative itself: Hamiltonian networks, forces, continuous flows, Laplacians
+# Models whose forward takes a derivative itself: forces, continuous flows
 
 
 D = 4
@@ -316,12 +316,7 @@ def energy(m: Any, x: Tensor) -> Tensor:
     return m.body(x).flatten(1).sum(1)
 
 
-def hamiltonian(m: Any, x: Tensor, energy: Callable[[Any, Tensor], Tensor] = energy) -> Tensor:
-    dq, dp = _slope(energy(m, x), x).chunk(2, 1)
-    return torch.cat([dp, -dq], 1)
-
-
-def forces(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def forces(m: Any, x: Tensor, energy: Callable[[Any, Tensor], Tensor] = energy) -> tuple[Tensor, Tensor]:
     """Energy and forces."""
     own = energy(m, x)
     return own, -_slope(own, x)
@@ -330,11 +325,6 @@ def forces(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def bare(m: Any, x: Tensor) -> Tensor:
     """With a parameter of its own, inside the derivative and outside."""
     return _slope(energy(m, x * m.scale), x) * m.scale.exp()
-
-
-def laplacian(m: Any, x: Tensor) -> Tensor:
-    first = _slope(energy(m, x).sin(), x)
-    return sum((_slope(first[:, n], x)[:, n] for n in range(D)), torch.zeros_like(x[:, 0])) + first.square().sum(1)
 
 
 def flow(m: Any, x: Tensor) -> Tensor:
@@ -347,7 +337,7 @@ def flow(m: Any, x: Tensor) -> Tensor:
     return torch.cat([at, divergence[:, None]], 1)
 
 
-KINDS = (hamiltonian, forces, bare, laplacian, flow)
+KINDS = (forces, bare, flow)
 """What a model returns of an energy's derivatives."""
 
 
@@ -424,7 +414,7 @@ def test_samples_that_mix_in_the_derivative() -> None:
         own = energy(m, x)
         return own * own.mean() if m.mixes else own
 
-    model, x = _made(lambda m, x: hamiltonian(m, x, mean), "mlp"), torch.randn(3, D, dtype=torch.float64)
+    model, x = _made(lambda m, x: forces(m, x, mean), "mlp"), torch.randn(3, D, dtype=torch.float64)
     with autograd_hacks.add_hooks(model):
         model.mixes = False
         check(model, x)

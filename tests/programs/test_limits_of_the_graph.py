@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from mixing import data
-from oracle import assert_rows, rows_of_one_graph, squares
+from nets import Scale
+from oracle import squares
 from rarely import crossed
 from steps import check_batches
 from torch import Tensor
@@ -19,22 +20,6 @@ import autograd_hacks
 from autograd_hacks.errors import UnseenGradient
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def check(model: nn.Module, losses: Callable[[], Tensor], by_losses: bool = False, **options: Any) -> None:
-    """Steps of a hooked model.  losses: runs the model, N    by_losses: whether backward is given all of them"""
-    with autograd_hacks.add_hooks(model, **options):
-        for _ in range(3):
-            model.zero_grad()
-            own = losses()
-            with autograd_hacks.pause_hooks():
-                expected = rows_of_one_graph(model, own)
-            autograd_hacks.backward(own) if by_losses else own.mean().backward()
-            autograd_hacks.compute_grad1(model)
-            assert_rows(model, expected)
-            for name, rows in expected.items():
-                if rows is not None:
-                    torch.testing.assert_close(model.get_parameter(name).grad, rows.mean(0))
 
 
 def weights() -> dict[str, Any]:
@@ -169,18 +154,13 @@ def test_samples_of_arguments_that_change_are_independent(how: str) -> None:
             model.zero_grad()
 
 
-def scale_net() -> nn.Module:
-    return Bare(lambda m, x: x * m.scale, scale=torch.randn(4))
-
-
 def test_branches_in_threads() -> None:
     def threads(m: nn.Module, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(3) as pool:
             return sum(pool.map(lambda branch: branch(x), m.branches))
 
-    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), scale_net()) for _ in range(3))
-    model, x = Bare(threads, branches=branches).double(), data(4, 3)
-    check(model, lambda: squares(model(x)))
+    branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Scale(4)) for _ in range(3))
+    check_right(Bare(threads, branches=branches), *[(data(4, 3),)] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -224,34 +204,28 @@ def scaled(given: Callable[[Any], Tensor] = lambda x: x, then: Callable[..., Any
     ).double()
 
 
-# Batches of other things than tensors
-
-
 @pytest.mark.parametrize("batch_dim", [None, (None,)])
 def test_a_batch_of_indices_that_are_no_tensor(batch_dim: Any) -> None:
-    stored, rows = data(9, 3), iter([range(3), range(3, 7), range(2, 6)])
+    stored = data(9, 3)
     model = scaled(lambda own: stored[own.start : own.stop])
-    check(model, lambda: squares(model(next(rows))), batch_dim=batch_dim)
+    check_right(model, *[(rows,) for rows in (range(3), range(3, 7), range(2, 6))], batch_dim=batch_dim)
 
 
 # What is returned
 
 
-def policy(returns: Callable[[Tensor, Tensor], Any]) -> nn.Module:
-    return Bare(lambda m, x: returns(m.mean(x), m.log_std), mean=nn.Linear(3, 2), log_std=torch.randn(2)).double()
-
-
 def test_a_parameter_that_is_returned() -> None:
-    model, x, a = policy(lambda mean, log_std: (mean, log_std)), data(4, 3), data(4, 2)
+    model = Bare(lambda m, x: (m.mean(x), m.log_std), mean=nn.Linear(3, 2), log_std=torch.randn(2))
+    x, a = data(4, 3), data(4, 2)
 
-    def losses() -> Tensor:
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
         mean, log_std = model(x)
         return -torch.distributions.Normal(mean, log_std.exp()).log_prob(a).sum(1)
 
-    check(model, losses, by_losses=True)
-    check(model, lambda: squares(model(x)[0]))
+    check_right(model, *[(x,)] * 3, run=losses, total="each")
+    check_right(model, *[(x,)] * 3, run=lambda model, x: squares(model(x)[0]))
     with autograd_hacks.add_hooks(model):
-        losses().mean().backward()
+        losses(model, x).mean().backward()
         with pytest.raises(UnseenGradient, match=r"log_std.*output that depends on parameters only.*backward\(losses\)"):
             autograd_hacks.compute_grad1(model)
 
@@ -270,15 +244,12 @@ PICKS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", PICKS)
 def test_outputs_that_an_index_picked(name: str) -> None:
-    model, x = scaled(then=PICKS[name]), data(4, 5, 3)
-    draws = iter([(torch.randint(4, (n,)), torch.randint(5, (n,))) for n in (11, 9, 13)])
-
-    def losses() -> Tensor:
-        rows, at = next(draws)
+    def losses(model: nn.Module, x: Tensor, rows: Tensor, at: Tensor) -> Tensor:
         chosen = model(x, rows, at)
         return torch.zeros(4, dtype=x.dtype).index_add(0, rows[len(rows) - len(chosen) :], squares(chosen))
 
-    check(model, losses)
+    batches = [(data(4, 5, 3), torch.randint(4, (n,)), torch.randint(5, (n,))) for n in (11, 9, 13)]
+    check_right(scaled(then=PICKS[name]), *batches, run=losses)
 
 
 # Batches of one sample, in which a value of parameters has the same size as one for each sample

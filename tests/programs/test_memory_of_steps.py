@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from derivatives import gradient_penalty
+from nets import routed_net
 from oracle import squares
 from rarely import rarely
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from twin import Bare
+from twin import Bare, of_squares
 
 import autograd_hacks
 from autograd_hacks.graph.memo import WITH_TENSORS
@@ -69,41 +71,21 @@ def low_rank() -> nn.Module:
     )  # fmt: skip
 
 
-def experts(m: nn.Module, x: Tensor) -> Tensor:
-    """Routed by values: each row goes through one of two layers."""
-    rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
-    weights = m.route(rows).softmax(1)
-    for n, expert in enumerate(m.experts):
-        (own,) = torch.where(weights.argmax(1) == n)
-        out = out.index_add(0, own, expert(rows[own]) * weights[own, n, None])
-    return out.view_as(x)
-
-
-def _losses(model: nn.Module, x: Tensor) -> Tensor:
-    return squares(model(x))
-
-
-def _penalised(model: nn.Module, x: Tensor) -> Tensor:
-    x = x.requires_grad_()
-    out = squares(torch.tanh(model(x)))
-    return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().sum((1, 2))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
-    "class tokens": (of_tokens, _losses),
-    "experts": (
-        lambda: Bare(experts, route=nn.Linear(D, 2), experts=nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])),
-        _losses,
-    ),
+    "class tokens": (of_tokens, of_squares),
+    "experts": (routed_net, of_squares),
     "checkpoints": (
         lambda: Bare(
             lambda m, x: checkpoint(lambda x: m.scale * m.body(x), x, use_reentrant=False),
             body=nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)),
             scale=torch.ones(D),
         ),
-        _losses,
+        of_squares,
     ),
-    "penalties": (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), low_rank()), _penalised),
+    "penalties": (
+        lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), low_rank()),
+        lambda model, x: gradient_penalty(model, x.requires_grad_()),
+    ),
 }
 OFTEN = ["class tokens", "experts", "checkpoints", *rarely("penalties")]
 

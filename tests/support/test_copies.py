@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nets import Between
+from nets import Between, Hiding
 from oracle import one_backward_per_sample, squares
 from steps import at_most
 from torch import Tensor
@@ -261,11 +261,6 @@ def test_a_model_that_fails_with_other_samples() -> None:
     asked = autograd_hacks.add_hooks(model, independent=True)
     with asked, pytest.raises(ProbeFailed, match=r"KeyError: False.*independent=False"):
         model(x)
-
-
-class Hiding:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
 
 
 def test_arguments_that_hide_their_tensors() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from nets import Hiding, Slotted
 from torch.utils.checkpoint import checkpoint
 
 from autograd_hacks.errors import UnseenGradient
@@ -78,23 +79,6 @@ def test_a_tree_sees_what_modules_begin_to_keep() -> None:
 # What tells batches from others: their numbers, and not where they lie
 
 
-class Batch:
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-
-class Circular:
-    def __init__(self, x: Any) -> None:
-        self.x, self.all = x, [self]
-
-
 Pair = namedtuple("Pair", ["x", "y"])
 LONG = np.arange(3000)
 KINDS = {
@@ -105,13 +89,12 @@ KINDS = {
     "conjugates": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj(),
     "negatives": lambda k: torch.complex(torch.ones(2), torch.ones(2) + k).conj().imag,
     "long arrays": lambda k: np.concatenate([LONG[:1000], LONG[1000:2000][:: -1 if k else 1], LONG[2000:]]),
-    "arrays of objects": lambda k: np.array([Batch(1), Batch(k)], dtype=object),
+    "arrays of objects": lambda k: np.array([Hiding(1), Hiding(k)], dtype=object),
     "lists": lambda k: [1, 12] if k else [11, 2],
-    "dictionaries": lambda k: {"a": Batch(1), "b": [k, torch.ones(1)]},
+    "dictionaries": lambda k: {"a": Hiding(1), "b": [k, torch.ones(1)]},
     "named tuples": lambda k: Pair(k, torch.ones(2)),
-    "objects": lambda k: Batch(torch.ones(2) * k),
+    "objects in circles": lambda k: Hiding(torch.ones(2) * k),
     "objects with slots": lambda k: Slotted(torch.ones(2) * k),
-    "circles": lambda k: Circular(torch.ones(2) * k),
 }
 
 
