@@ -130,9 +130,11 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
         first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
     except ProbeFailed:  # the model takes batches of this size only
         return
+    is_told = False  # equal samples, such as zeros, may look the same at all places
     for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
         at = runs.layout(slot, x.shape)
         if at is not None and at.fits(y, count):
+            is_told |= bool((at.samples_first(x, samples) != at.samples_first(x, samples)[:1]).any())
             x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)
             most = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True)
             slack = most * (0.1 if x.is_cuda else part)  # TF32
@@ -141,6 +143,8 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
                 within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
                 return
+    if not is_told:
+        within.kind.tapes.forget(tape)
 
 
 def _moved(samples: int) -> Tensor:

@@ -110,7 +110,8 @@ class Reader:
 
     def _keys(self) -> tuple[Hashable, Hashable]:
         """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
-        key, calls, number, taken = list[Hashable](), list[tuple[Hashable, ...]](), self.number, self.taken
+        key, calls, number, taken = list[Hashable](), list[Hashable](), self.number, self.taken
+        names = (*self.ran.leaves.values(),)  # the graph has the parameters themselves, which may have been exchanged
         for call, hooks, inputs in self.ran.noted:
             known, own = call.known, None
             if len(hooks) == 1:
@@ -125,14 +126,14 @@ class Reader:
             at: Hashable = None
             if own is not None and own[0] is COPY:
                 at = tuple([(number.get(x), n) for x, n in argument_of(hook)])
-            calls.append((known.ref, number.get(node), hook.number, at, own))
+            calls.append(called := (known.ref, number.get(node), hook.number, at, own))
             if not inputs:
                 given = call.args[0] if call.args else None
                 if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
                     apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
                     at = *apart, given.shape, given.stride()
-            key.append((*calls[-1], hook.shape, at))
-        return tuple(key), tuple(calls)
+            key.append((*called, hook.shape, at))
+        return (*key, names), (*calls, names)
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""

@@ -279,9 +279,10 @@ def factor_of(node: Any) -> Tensor | None:
     if own is None or found is None or own.numel() != ones.numel() or own.is_complex() or ones.is_complex():
         return None
     own, apart = fitted(own, value), (found - own * drawn.view_as(own)).abs()
-    if nan is not None and bool((fitted(nan, value).nan_to_num(1.0) == own).all()):  # each entry is kept or left out
-        return own != 0
-    return own if bool((apart <= 8 * torch.finfo(own.dtype).eps * own.abs()).all()) else None
+    if not bool((apart <= 8 * torch.finfo(own.dtype).eps * own.abs()).all()):
+        return None
+    is_kept = nan is not None and bool((fitted(nan, value).nan_to_num(1.0) == own).all())  # or left out, each entry
+    return own != 0 if is_kept else own
 
 
 def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:

@@ -151,6 +151,16 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
     assert refused == most.get(how, 4)
 
 
+def test_a_batch_of_zeros_tells_nothing_of_places() -> None:
+    model = Bare(lambda m, x: m.a(x * (1 + torch.arange(len(x)))[:, None]), a=nn.Linear(4, 3))
+    with autograd_hacks.add_hooks(model, independent=True):
+        backward(model, torch.zeros(4, 4))
+        step(model)
+        backward(model, torch.randn(4, 4))
+        with pytest.raises(SamplesMixed, match="size is private"):
+            step(model)
+
+
 def test_a_view_of_a_whole_buffer_is_no_write() -> None:
     model: Any = Bare(lambda m, x: m.a(x if (x == x).all() else -x) + m.table.expand(len(x), -1), a=nn.Linear(4, 3))
     model.register_buffer("table", torch.ones(1, 3))

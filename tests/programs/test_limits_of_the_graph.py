@@ -14,6 +14,7 @@ from oracle import squares
 from rarely import crossed
 from steps import check_batches
 from torch import Tensor
+from torch.testing import assert_close
 from twin import Bare, check_refused, check_right
 
 import autograd_hacks
@@ -133,6 +134,27 @@ def test_a_layer_whose_weight_alone_is_replaced_without_ordinary_gradients() -> 
         total="each",
         param_grad=False,
     )
+
+
+@pytest.mark.parametrize("turned", [lambda p: p.roll(1), lambda p: p.flip(0), lambda p: p.sort()[0]])
+def test_a_parameter_whose_entries_are_turned(turned: Callable[[Tensor], Tensor]) -> None:
+    check_right(Bare(lambda m, x: (x * turned(m.p)).sin(), p=torch.randn(4)), (torch.randn(5, 4),), (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("param_grad", [True, False])
+def test_parameters_that_exchange_their_names(param_grad: bool) -> None:
+    model = Bare(lambda m, x: (x * m.a).sin() * m.b, a=torch.randn(4), b=torch.randn(4))
+    with autograd_hacks.add_hooks(model, param_grad=param_grad):
+        for step in range(4):
+            if step == 2:
+                model.a, model.b = model.b, model.a
+            x, own = torch.randn(3, 4), (model.a, model.b)
+            autograd_hacks.backward(model(x).sum(1))
+            autograd_hacks.compute_grad1(model)
+            for n, each in enumerate(x):
+                alone = torch.autograd.grad(((each * own[0]).sin() * own[1]).sum(), own)
+                assert_close([p.grad1[n] for p in own], [*alone])
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5, 5, 1), (5, 1, 3)])
