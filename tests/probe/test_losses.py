@@ -29,12 +29,6 @@ def contrast(z: Tensor) -> Tensor:
     return F.cross_entropy(z @ z.T - 1e9 * torch.eye(len(z), dtype=z.dtype), torch.arange(len(z)).roll(1))
 
 
-def balance(z: Tensor) -> Tensor:
-    """Experts' load, as Switch has it."""
-    p = z.softmax(1)
-    return (F.one_hot(p.argmax(1), p.shape[1]).to(p).mean(0) * p.mean(0)).sum()
-
-
 LOSSES: dict[str, How] = {
     "SimCLR": contrast,
     "VICReg": lambda z: z.var(0).sqrt().mean() + z.square().mean(),
@@ -46,7 +40,7 @@ LOSSES: dict[str, How] = {
     "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), 0 * z.var()),
 }
 DETACHED: dict[str, How] = {
-    "load balancing": balance,
+    "load balancing": lambda z: (F.one_hot(z.argmax(1), z.shape[1]).to(z).mean(0) * z.softmax(1).mean(0)).sum(),
     "the largest alone": lambda z: z.square().sum(1).max(),
     "centred": lambda z: (z - z.mean(0).detach()).square().sum(),
 }
@@ -237,10 +231,6 @@ def of_tokens(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     return lambda m, x, y: loss(m(x), (y[:, None] + torch.arange(x.shape[1])) % 4)
 
 
-def pairs(z: Tensor) -> tuple[Tensor, Tensor]:
-    return z[: len(z) // 2], z[len(z) // 2 : len(z) // 2 * 2]
-
-
 def normed(z: Tensor) -> Tensor:
     return F.batch_norm(z, None, None, training=True)
 
@@ -249,12 +239,9 @@ OUTSIDE: dict[str, Loss] = {
     **{name: of_each(lambda z, y, loss=loss: loss(z)) for name, loss in LOSSES.items() if name != "one by one"},
     "CLIP": lambda m, x, y: F.cross_entropy(m(x[:, 0]) @ m(x[:, 1]).T, torch.arange(len(x))),
     "a triplet within the batch": of_each(lambda z, y: F.triplet_margin_loss(z, z + 0.1, z.roll(1, 0))),
-    "ranks": of_each(lambda z, y: F.relu(1 - (z[:, :1] - z[:, 0])).mean()),
-    "pairs of halves": of_each(lambda z, y: -F.logsigmoid(pairs(z)[0] - pairs(z)[1]).mean()),
+    "pairs": of_each(lambda z, y: -F.logsigmoid(z[:-1:2] - z[1::2]).mean()),
     "Barlow twins": lambda m, x, y: (normed(m(x[:, 0])).T @ normed(m(x[:, 1])) - torch.eye(4).double()).square().sum(),
     "a little beside": of_each(lambda z, y: F.cross_entropy(z, y) + 1e-4 * z.std(0).sum()),
-    "dice of the batch": of_each(lambda z, y: 1 - (z.sigmoid() * z.detach()).sum() / (z.sigmoid() + 1).sum()),
-    "weights of the batch": of_each(lambda z, y: (z[:, 0].softmax(0) * F.cross_entropy(z, y, reduction="none")).sum()),
 }
 
 
@@ -295,9 +282,6 @@ OWN: dict[str, Loss] = {
     "binary": of_each(lambda z, y: F.binary_cross_entropy_with_logits(z, z.detach().sigmoid(), pos_weight=torch.ones(4))),
     "divergence": of_each(lambda z, y: F.kl_div(z.log_softmax(1), z.detach().softmax(1), reduction="batchmean")),
     "ctc": of_tokens(ctc),
-    "several": of_each(
-        lambda z, y: F.cross_entropy(z, y) + 0.1 * F.huber_loss(z[:, 0], y.double()) + 0.01 * z.square().sum()
-    ),
     "learned weights": of_each(lambda z, y: W.exp() * F.cross_entropy(z * W.exp(), y) + W),
     "a teacher": lambda m, x, y: F.mse_loss(m(x[:, 0]), TEACHER(x[:, 0])) + TEACHER(x[:, 1]).std(),
     "a head behind": of_each(lambda z, y: F.cross_entropy(TEACHER[2](F.pad(z, (0, 2))), y)),
@@ -307,10 +291,8 @@ OWN: dict[str, Loss] = {
     "a gradient penalty": lambda m, x, y: (m(x[:, 0]) - m(x[:, 1])).mean() + (slope(m, x[:, 2]) - 1).square().mean(),
     "fused": of_each(lambda z, y: F.linear_cross_entropy(z, TEACHER[0].weight.new_ones(5, 4), y)),
     "one by one": of_each(lambda z, y: torch.stack([F.cross_entropy(*own) for own in zip(z, y)]).mean()),
-    "their sum": of_each(lambda z, y: sum((F.cross_entropy(*own) for own in zip(z, y)), torch.zeros(()))),
     "packed": lambda m, x, y: F.cross_entropy(packed(m(x), y + 1), packed((x[..., 0] > 0).long(), y + 1)),
     "in another order": of_each(lambda z, y: F.cross_entropy(z.flip(0)[torch.arange(len(z)).roll(2)], y)),
-    "some twice": of_each(lambda z, y: F.cross_entropy(z[torch.arange(len(z)) // 2], y)),
     "means of the batch": of_each(lambda z, y: (z.mean(0) * torch.arange(4)).sum() + z.cumsum(0).mean()),
     "the worst": of_each(lambda z, y: F.cross_entropy(z, y, reduction="none").sort()[0][-2:].mean() + z.max()),
     "a Function": of_each(lambda z, y: Squared.apply(z).mean()),
