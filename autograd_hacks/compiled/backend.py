@@ -71,7 +71,7 @@ def axes_of(batch: Batch, batch_dim: BatchDim) -> dict[int, int]:
     """The samples' axes in the tensors among a forward's arguments, by id.  Raises ValueError if their sizes differ."""
     axes = batch.axes
     if axes is None:
-        axes = [batch_dim if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]
+        axes = [batch_dim if isinstance(x, Tensor) and x.ndim else None for x in batch.leaves]  # type: ignore[misc]  # callers give a number
     there = [(x, axis % x.ndim) for x, axis in zip(batch.leaves, axes) if axis is not None and isinstance(x, Tensor)]
     if len({x.shape[axis] for x, axis in there}) > 1:
         raise ValueError(

@@ -93,7 +93,7 @@ def labelled(joint: Joint) -> Labels:
 def _label(labels: Labels, node: fx.Node) -> Found:
     if node.target is operator.getitem:
         found = labels[node.args[0]]
-        part = found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]
+        part = found[node.args[1]] if isinstance(found, list) else found  # type: ignore[index]  # a number
         if isinstance(part, Exception):
             raise part
         return part
@@ -119,7 +119,7 @@ def _after_sum(labels: Labels, node: fx.Node, name: str) -> Label:
     sums = {place for place, x in enumerate(tensors_of(node)) if labels[x] is SUM}
     alternatives = [{int(place) for place in together} for together in MULTIPLE.get(name, "").split()]
     is_torchs = "::" not in name and name != "_cdist_backward"  # of which torch's vmap is wrong
-    if is_torchs and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]
+    if is_torchs and node.target._schema.arguments[0].name.startswith("grad"):  # type: ignore[union-attr]  # it is torch's operation
         alternatives = [{0}]  # a derivative, which is linear in what it is multiplied by
     if not any(sums <= together for together in alternatives):
         labels.unsupported(node, "the operation is not known to be linear in the sums over samples that it gets")
@@ -175,7 +175,7 @@ def _of_result(labels: Labels, node: fx.Node, step: Step, o: int) -> Label:
         for label in dict.fromkeys(_candidates(step, o, given, samples)):
             found = list(step.labels(label, o, samples))
             for k, x in enumerate(tensors):
-                if k in given and step.name.startswith("linalg_lu") and not x.meta["val"].is_floating_point():  # type: ignore[union-attr]
+                if k in given and step.name.startswith("linalg_lu") and not x.meta["val"].is_floating_point():  # type: ignore[union-attr]  # a node
                     found[k] = label  # pivots, of which the law knows nothing
             if all(k < len(found) and _tidied(found[k], step.ins[k], samples) == at for k, at in given.items()):
                 _check_beside(labels, node, step, label)
@@ -256,7 +256,7 @@ def _known(index: fx.Node | None, samples: int) -> Tensor | None:
         return None
     node, found = index, torch.zeros(prod(shape(index)), dtype=torch.long, device="cpu")
     while name_of(node) in _SAME_NUMBERS:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]  # type: ignore[assignment]  # a node
     if name_of(node).startswith("arange") and len(found) == samples:
         given = by_name(node)
         found = number(given.get("start", 0)) + number(given.get("step", 1)) * torch.arange(samples, device="cpu")
@@ -301,7 +301,7 @@ def _(labels: Labels, node: fx.Node, w: fx.Node, index: fx.Node, offsets: fx.Nod
     """The label of bags of equal length, one for each sample."""
     at, starts = labels[index], torch.arange(0, shape(index)[0], max(1, shape(index)[0] // labels.samples), device="cpu")
     is_aligned = labels[w] is None and all(labels[x] in (None, at) for x in node.all_input_nodes)
-    is_regular = at == At(0, 1, shape(index)[0] // labels.samples) and torch.equal(_known(offsets, labels.samples), starts)  # type: ignore[arg-type]
+    is_regular = at == At(0, 1, shape(index)[0] // labels.samples) and torch.equal(_known(offsets, labels.samples), starts)  # type: ignore[arg-type]  # a node
     if not is_aligned or not is_regular or more[:1] == (True,):
         return labels.unsupported(node, "bags that begin anywhere, or are scaled by how often an entry occurs")
     return [At(0), at, At(0), At(0)]

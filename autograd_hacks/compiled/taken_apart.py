@@ -44,7 +44,7 @@ class Run(fx.Interpreter):
     """A run of a graph, also on tensors with other strides than traced."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        super().__init__(graph.owning_module, garbage_collect_values=False, graph=graph)  # type: ignore[arg-type]
+        super().__init__(graph.owning_module, garbage_collect_values=False, graph=graph)  # type: ignore[arg-type]  # it has one
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in (aten.view.default, aten._unsafe_view.default):
@@ -136,7 +136,7 @@ class TakenApart(Run):
         sums = [x for x in node.all_input_nodes if self.labels[x] is SUM]
         name, first, sizes = name_of(node), self.forms[sums[0]], node.meta["val"].shape
         if name == "view":  # whose sizes may differ in this run
-            sizes = torch.Size(fx.map_arg(node.args[1], self.env.__getitem__))  # type: ignore[arg-type]
+            sizes = torch.Size(fx.map_arg(node.args[1], self.env.__getitem__))  # type: ignore[arg-type]  # sizes
         elif not all(isinstance(s, int) for s in sizes):
             return Dense(self._row_by_row(node))
         if name in ("view", "clone", "alias", "unsqueeze", "squeeze"):
@@ -144,7 +144,7 @@ class TakenApart(Run):
         if name == "copy" and sums == [node.args[1]] and first.shape == sizes:
             return first
         if name == "permute" and len(sizes) == 2:
-            return transposed(first, (0, 1), sizes) if node.args[1][0] % 2 else first  # type: ignore[index, operator]
+            return transposed(first, (0, 1), sizes) if node.args[1][0] % 2 else first  # type: ignore[index, operator]  # a list of sizes
         if name == "add" and len(sums) == 2 and not node.kwargs and first.shape == self.forms[sums[1]].shape:
             return add([first, self.forms[sums[1]]])
         return Dense(self._row_by_row(node))

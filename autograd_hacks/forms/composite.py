@@ -20,7 +20,7 @@ def scale(form: Form, factor: float | Tensor) -> Form:
     """factor · J, for a number, or one for each row, N.  Each verb multiplies by it where that costs least."""
     is_number = type(factor) in (int, float) or not isinstance(factor, Tensor)
     if not is_number and not factor.ndim:  # type: ignore[union-attr]  # it is a tensor
-        factor = factor.expand(form.samples)  # type: ignore[union-attr]
+        factor = factor.expand(form.samples)  # type: ignore[union-attr]  # a tensor
     if type(form) is Scaled:  # isinstance takes three times as long for abstract classes
         factor, form = form.factor * factor, form.form
     return form if type(factor) in (int, float) and factor == 1 else Scaled(form, factor)

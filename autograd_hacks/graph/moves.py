@@ -100,7 +100,7 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = No
     d, links = axis(dim, sizes.n), [e for e in range(sizes.n) if e != axis(dim, sizes.n)]
     ats = range(len(sizes.ins)) if index is None else [signed(index)]
     return [
-        taken(label, links, sizes.out, own or (), samples, lambda x, k=k: x.select(d, k))  # type: ignore[misc]
+        taken(label, links, sizes.out, own or (), samples, lambda x, k=k: x.select(d, k))  # type: ignore[misc]  # k is bound now
         for own, k in zip(sizes.ins, ats)
     ]
 

@@ -110,7 +110,7 @@ class Plan:
             and len({*nodes}) == len(nodes)
             and [(nodes.index(node), number) for node, number in roots] == self.roots
             and ([k for k, node in enumerate(nodes) if node in ends] if ends else []) == at_end
-            and [self.kinds[k].get(nodes[k]) for k in self._numbers] == [*self._numbers.values()]  # type: ignore[misc]
+            and [self.kinds[k].get(nodes[k]) for k in self._numbers] == [*self._numbers.values()]  # type: ignore[misc]  # these kinds read numbers
             and [*map(len, outputs := [nodes[k]._input_metadata for k in self._sizes])] == [*map(len, self._sizes.values())]
             and not any(map(_IS_NESTED, chain.from_iterable(outputs)))
             and [*map(_SHAPE, chain.from_iterable(outputs))] == shapes
