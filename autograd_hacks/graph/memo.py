@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import Entries, Label, same
-from autograd_hacks.graph.probed import CannotAsk, confirmed, probed, shown
+from autograd_hacks.graph.probed import CannotAsk, confirmed, probed
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import MASKS
 from autograd_hacks.graph.walk import Memory, Walk, walked
@@ -103,17 +103,11 @@ def holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
         for k, origin in walk.origins.items():
             if memory.origin(nodes[k], trace.read_by(k)) != origin:
                 return False
-        for k, outs, ins in walk.asked:
-            known = walk.shown.get(k, ())
-            now = None if known is None else shown(nodes[k], outs)
-            if now is not None and now == known:
-                continue
-            walk.shown[k] = None if known else now  # what differs once does so again
-            if confirmed(nodes[k], outs, ins, samples):
-                continue
-            found = probed(nodes[k], outs, samples)
-            if len(found) != len(ins) or not all(same(a, b) for a, b in zip(found, ins)):
-                return False
+        for k, own in walk.asked.items():
+            if not confirmed(nodes[k], own, samples):
+                found = probed(nodes[k], own.outs, samples)
+                if len(found) != len(own.ins) or not all(map(same, found, own.ins)):
+                    return False
     except CannotAsk:
         return False
     return True
