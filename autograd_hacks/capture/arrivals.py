@@ -46,7 +46,7 @@ def are_new(first: int) -> bool:
 
 
 _OF_CALLS = "torch.nn.modules.module", "torch.optim.optimizer"
-registers, _most = RemovableHandle.__init__, [1000]
+registers = RemovableHandle.__init__
 
 
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
@@ -55,9 +55,8 @@ def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> No
     for key in [key for key, hook in hooks.items() if isinstance(hook, AtOutput | AtNode | AtParameter)] if hooks else ():
         hooks[handle.id] = None  # torch stores the hook here: before the library's, which see what it makes
         hooks[key] = hooks.pop(key)
-    if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
+    if len(NEW) % 1000 == 999:  # this handle isn't in it yet, whose hook torch hasn't stored
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
-        _most[0] = max(1000, 2 * len(NEW))
     caller = sys._getframe(1)
     by = caller.f_globals.get("__name__")
     if not (by in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf)):
