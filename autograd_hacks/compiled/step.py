@@ -210,15 +210,12 @@ class CompiledStep(nn.Module):
     @property
     def norms(self) -> Tensor:
         """The norms of the last backward pass before clipping, N."""
-        return self._result("norms")
-
-    def _result(self, name: str) -> Tensor:
-        if name not in self._results:
+        if "norms" not in self._results:
             raise NothingRecorded(
-                f"there is no {name!r}: no backward pass has run since the last forward, or the step was compiled for "
+                "there is no 'norms': no backward pass has run since the last forward, or the step was compiled for "
                 f"{self.verb!r} only." + ON_COMPILING
             )
-        return self._results[name]
+        return self._results["norms"]
 
     # Gradients from outside of the graph.
 

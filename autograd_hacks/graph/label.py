@@ -261,8 +261,10 @@ def spread(
     return lost if found is None else Entries(found.view(small))
 
 
-def tidied(found: Entries, shape: Shape, samples: int) -> Owned:
-    """`At`, if every entry that gets anything is where it would be."""
+def tidied(found: Any, shape: Shape, samples: int) -> Any:
+    """The label; `At` for `Entries` if every entry that gets anything is where it would be."""
+    if not isinstance(found, Entries):
+        return found
     own = found.samples
     for d in varying(found):
         size = shape[d]
