@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ class Walk:
     of_parameters: whether each node's outputs are made of parameters and buffers alone
     read_as: what readers made of it, by what they read besides
     compared: by the same, the parameters whose rows agreed with gradients that were not zero, or can't be compared
+    parameters: weak references to those whose identities are in a memo's key, which goes with them
     """
 
     labels: list[list[Label]]
@@ -99,7 +101,9 @@ class Walk:
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
     compared: dict[Hashable, set[str]] = field(default_factory=dict)
+    parameters: Sequence[Any] = ()
 
+    @cached_property
     def has_tensors(self) -> bool:
         values = [x for *_, own in self.read for x in (own if type(own) is list else [own])]
         return any(isinstance(x, Tensor | Entries) for x in (*values, *(label for outs in self.labels for label in outs)))
