@@ -261,7 +261,7 @@ def spread(
     return lost if found is None else Entries(found.view(small))
 
 
-def tidied(found: Any, shape: Shape, samples: int) -> Any:
+def tidied(found: Label, shape: Shape, samples: int) -> Label:
     """The label; `At` for `Entries` if every entry that gets anything is where it would be."""
     if not isinstance(found, Entries):
         return found
