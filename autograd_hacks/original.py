@@ -17,12 +17,12 @@ __all__ = ["accumulate", "clear_backprops", "disable_hooks", "enable_hooks", "is
 
 def enable_hooks() -> None:
     """Undoes `disable_hooks`."""
-    Switch.enabled = True
+    Switch.pauses.discard(Switch)
 
 
 def disable_hooks() -> None:
     """Stops all recording in this process until `enable_hooks`.  Existing records stay."""
-    Switch.enabled = False
+    Switch.pauses.add(Switch)
 
 
 def pause_hooks() -> AbstractContextManager[None]:

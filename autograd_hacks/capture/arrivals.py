@@ -23,7 +23,7 @@ from autograd_hacks.support.graph import own_hook as own_hook
 from autograd_hacks.support.internals import current_node, hooks_after, hooks_before, keeps_graph, will_execute
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import current_task
-from autograd_hacks.support.trees import cloned, map_tensors, tensors_of, version_of
+from autograd_hacks.support.trees import like_its_kind, map_tensors, tensors_of, version_of
 
 EXECUTED, SKIPPED, CAPTURED, NOT_REACHED = "executed", "skipped", "captured", ""
 """The cases of a backward pass at a parameter's node.  SKIPPED: it would be executed, but ordinary gradients are off.
@@ -46,7 +46,9 @@ def are_new(first: int) -> bool:
 
 
 _OF_CALLS = "torch.nn.modules.module", "torch.optim.optimizer"
-registers, _most = RemovableHandle.__init__, [1000]
+registers = RemovableHandle.__init__
+MANY = 1000
+"""Those that are gone are dropped from `NEW` when it has so many more."""
 
 
 def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> None:
@@ -55,9 +57,8 @@ def noting(handle: RemovableHandle, hooks: Any, *, extra_dict: Any = None) -> No
     for key in [key for key, hook in hooks.items() if isinstance(hook, AtOutput | AtNode | AtParameter)] if hooks else ():
         hooks[handle.id] = None  # torch stores the hook here: before the library's, which see what it makes
         hooks[key] = hooks.pop(key)
-    if len(NEW) > _most[0]:  # this handle isn't in it yet, whose hook torch hasn't stored
+    if len(NEW) % MANY == MANY - 1:  # this handle isn't in it yet, whose hook torch hasn't stored
         NEW[:] = [own for own in NEW if own.id in (own.hooks_dict_ref() or ())]
-        _most[0] = max(1000, 2 * len(NEW))
     caller = sys._getframe(1)
     by = caller.f_globals.get("__name__")
     if not (by in _OF_CALLS or (by == "torch._tensor" and caller.f_locals["self"].is_leaf)):
@@ -195,7 +196,7 @@ def attach(call: LayerCall, output: Any, receiver: Any, *more: Any) -> tuple[Any
         # An output may be computed from another one, as an LSTM's h from its c.  The gradient at a copy comes from uses
         # outside the layer only.  A copy is also needed if the user may overwrite an output that is compared later, or a
         # view, whose node would be lost.
-        output = map_tensors(lambda x: cloned(x) if x.grad_fn is not None else x, output)
+        output = map_tensors(lambda x: like_its_kind(x, x.clone()) if x.grad_fn is not None else x, output)
         outputs = tensors_of(output)
     hooked = []
     for slot, x in enumerate(outputs):

@@ -22,7 +22,7 @@ from autograd_hacks.support.graph import node_of, saved_by
 from autograd_hacks.support.internals import is_any_autocast_on, is_traced, is_transformed
 from autograd_hacks.support.layout import Layout, Layouts, likeliest
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import map_tensors, plain, tensors_in, tensors_of, versions_among, versions_of
+from autograd_hacks.support.trees import made_by, map_tensors, plain, tensors_in, tensors_of, versions_among, versions_of
 
 _NONE: dict[str, Any] = {}
 
@@ -128,7 +128,7 @@ class Forward:
         if self.running is None:  # the layer is called by itself: a forward of its own
             self.begin()
             self.record.last = self.within = Within(self.record.forwards, self.backward.owner().kinds.static)
-        made_of = frozenset([x.grad_fn for x in tensors_in(args, kwargs) if x.grad_fn is not None])
+        made_of = made_by(tensors_in(args, kwargs))
         args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs) if kwargs else {}
         call = LayerCall(
             known=known,
@@ -163,24 +163,24 @@ class Forward:
             node = base.grad_fn if keeps_its_node(output) else None
         if node is None:
             return False
-        made_by, training, saved = x.grad_fn, known.layer.training, None
+        saved = None
         if known.rule.is_node and is_first and base is None and type(node) in _WITH_STATISTICS:
             saved = saved_by(node, STATISTICS)
         precision = autocast_dtype(output.device) if is_any_autocast_on() else None
         versions = versions_among(x, *known.tensors)
-        inputs = NO_NODES if made_by is None else frozenset((made_by,))
         call = LayerCall(
             known=known,
             number=len(self.noted),
             within=self.within,
             overwritten=versions,
             args=(x.detach(),),
-            training=training,
+            training=known.layer.training,
             precision=precision,
             saved=saved,
             is_first=is_first,
             is_plain=True,
         )
+        inputs = NO_NODES if x.grad_fn is None else frozenset((x.grad_fn,))
         hook = AtOutput(call, self.backward, 0, output, (args, _NONE), inputs)
         if self.backward.owner().tape is not None:
             _ = call.edges  # to find them later would be a step of the tape

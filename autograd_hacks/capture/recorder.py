@@ -36,8 +36,6 @@ from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 from autograd_hacks.support.trees import (
     Tree,
     made_by,
-    modules_of,
-    parameters_of,
     tensors_in,
     tensors_of,
     weakly,
@@ -181,7 +179,7 @@ class Recorder:
             return
         ran.arguments, ran.returned, ran.outputs = (args, kwargs), output, [x for x in tensors_of(output) if not x.is_nested]
         ran.count = len(ran.outputs)
-        ran.modules, parameters = (modules_of(model), parameters_of(model)) if path else self.tree.all()
+        ran.modules, parameters = ([*model.modules()], dict(model.named_parameters())) if path else self.tree.all()
         ran.trained = partial(self._trained, parameters, path)
         if not path and not self.is_aside and self.kinds.probes:
             ran.outputs += _kept_by(self.tree, ran.outputs, ran.began)
@@ -203,7 +201,7 @@ class Recorder:
         return known[2]
 
     def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
-        return modules_of(model) if path else self.tree.modules()
+        return [*model.modules()] if path else self.tree.modules()
 
     def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int, hooks: UsersHooks = ()) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""

@@ -39,7 +39,7 @@ class Uncompiled:
         layer: Any = self.layer()
         if torch.compiler.is_dynamo_compiling():
             # The compiler traces this too, so that evaluation is one graph.  Its guards hold as long as these values do.
-            if Switch.enabled and not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            if not Switch.pauses and torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 return _run(self, args, kwargs, True)
         elif torch.compiler.is_compiling():  # traced in another way: for export, or by this library's own analysis
             pass

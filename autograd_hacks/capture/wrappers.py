@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autograd_hacks.errors import ON_PROCESSES, NotReduced, ShardedParameters, UnseenGradient, where
 from autograd_hacks.support.parts import has_parts, is_part, may_have_parts
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
-from autograd_hacks.support.trees import modules_of, tensors_of
+from autograd_hacks.support.trees import tensors_of
 
 LATEST = 1024
 """How many forwards are remembered: many more than a record can contain."""
@@ -107,7 +107,7 @@ def _has_reduced(wrapper: DistributedDataParallel) -> bool:
 def _spreading(model: nn.Module) -> Iterator[DistributedDataParallel]:
     """The wrappers over several processes that run the model or are inside it."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward runs
-    for module in (active, *modules_of(model)):
+    for module in (active, *model.modules()):
         if isinstance(module, DistributedDataParallel) and dist.get_world_size(module.process_group) > 1:
             yield module
 
@@ -147,7 +147,7 @@ def check_unsharded(model: nn.Module) -> None:
     if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
         return
     gathered = {id(module) for part in gathering(model) for module in part.modules()}
-    managed = [m for m in modules_of(model) if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
+    managed = [m for m in model.modules() if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
     held = {id(p) for module in managed for p in module._parameters.values()}  # whole parameters, while its forward runs
     if names := [name for name, p in (model.named_parameters() if held else ()) if id(p) in held and p.requires_grad]:
         raise ShardedParameters(
@@ -161,7 +161,7 @@ def check_unsharded(model: nn.Module) -> None:
 def gathering(model: nn.Module) -> list[Any]:
     """The modules on which ``fully_shard`` was called (``FSDPModule``), which gather whole parameters while they run."""
     sharded = sys.modules.get("torch.distributed.fsdp") if has_processes() else None
-    return [] if sharded is None else [module for module in modules_of(model) if isinstance(module, sharded.FSDPModule)]
+    return [] if sharded is None else [module for module in model.modules() if isinstance(module, sharded.FSDPModule)]
 
 
 def has_processes() -> bool:

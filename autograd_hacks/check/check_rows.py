@@ -142,10 +142,8 @@ def _comparison(
                 f"check_rows was given rows of shape {tuple(x.shape)} for {name!r}; expected {(n, *own[name])}, or only "
                 f"norms, {(n,)}, since the loss returned {counted(n, 'number')}" + ON_CHECKING
             )
-    dtype, by_name = (
-        _coarsest([*model.parameters(), *given.values()]),
-        {name: (places[name], x) for name, x in given.items()},
-    )
+    dtype = _coarsest([*model.parameters(), *given.values()])
+    by_name = {name: (places[name], x) for name, x in given.items()}
     return Comparison(by_name, "norms" if are_norms else "rows", shapes, n, 4 * torch.finfo(dtype).eps ** 0.75, dtype)
 
 

@@ -90,4 +90,5 @@ def compile(
     check_bound("compile", max_norm, noise_multiplier, ON_COMPILING)
     from autograd_hacks.compiled.step import CompiledStep  # torch's compiler takes a second to import
 
-    return CompiledStep(model, verb, batch, loss_type, param_grad, numbers, noise, max_bytes, backend, dynamic)
+    settings = {**numbers, "noise": noise, "max_bytes": max_bytes}
+    return CompiledStep(model, verb, batch, loss_type, param_grad, settings, backend, dynamic)

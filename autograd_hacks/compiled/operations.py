@@ -36,7 +36,7 @@ from autograd_hacks.compiled.labels import (
 from autograd_hacks.compiled.labels import register_operation as rule
 from autograd_hacks.errors import PerSampleGradientError
 from autograd_hacks.graph.axes import axis
-from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Entries, Links, tidied, viewed
+from autograd_hacks.graph.label import ALONE, MIX, SUM, At, Links, tidied, viewed
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import UNIFORM, UNWRITTEN, Step, Unshown, operation
 from autograd_hacks.graph.values import MASKS, Indexed
@@ -177,7 +177,7 @@ def _of_result(labels: Labels, node: fx.Node, step: Step, o: int) -> Label:
             for k, x in enumerate(tensors):
                 if k in given and step.name.startswith("linalg_lu") and not x.meta["val"].is_floating_point():  # type: ignore[union-attr]  # a node
                     found[k] = label  # pivots, of which the law knows nothing
-            if all(k < len(found) and _tidied(found[k], step.ins[k], samples) == at for k, at in given.items()):
+            if all(k < len(found) and tidied(found[k], step.ins[k] or (), samples) == at for k, at in given.items()):
                 _check_beside(labels, node, step, label)
                 return label
         if step.operation.read:
@@ -207,10 +207,6 @@ def _candidates(step: Step, o: int, given: Mapping[int, At], samples: int) -> It
             for inner in (at.inner, out[d] // samples, 1):
                 if out[d] and out[d] % (samples * max(1, inner)) == 0:
                     yield At(d, out[d] // (samples * inner), inner)
-
-
-def _tidied(found: Any, own: Any, samples: int) -> Any:
-    return tidied(found, own, samples) if isinstance(found, Entries) else found
 
 
 def _check_beside(labels: Labels, node: fx.Node, step: Step, at: At) -> None:

@@ -42,7 +42,7 @@ from autograd_hacks.extending import ANNOUNCED, BatchDim, Uncompiled, assumed, c
 from autograd_hacks.forms import Outer
 from autograd_hacks.forms.base import written_bytes
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.support.draws import Noise, drawn
+from autograd_hacks.support.draws import drawn
 from autograd_hacks.support.internals import current_task
 from autograd_hacks.support.memory import Pool
 from autograd_hacks.support.switch import NO_TASK, Switch
@@ -65,13 +65,14 @@ class CompiledStep(nn.Module):
 
     def __init__(
         self, model: nn.Module, verb: str, batch: BatchDim, loss_type: str | None, param_grad: bool,
-        numbers: Mapping[str, float | None], noise: Noise, max_bytes: int, backend: str | None, dynamic: bool | None,
+        settings: Mapping[str, Any], backend: str | None, dynamic: bool | None,
     ) -> None:  # fmt: skip
+        """settings: of the verb, by their names in `compile`"""
         super().__init__()
         self.model, self.verb, self._batch = model, verb, batch
         self._loss_type, self._is_mean, self._said = loss_type, loss_type == "mean", set[str]()
-        self._param_grad, self._numbers, self._noise = param_grad, numbers, noise
-        self._budget, self._results, self._pool = max_bytes, dict[str, Tensor](), Pool()
+        self._param_grad, self._settings = param_grad, settings
+        self._results, self._pool = dict[str, Tensor](), Pool()
         _POOLS[id(self._pool)] = self._pool
         self._watched: ByTensor[RemovableHandle] = ByTensor()
         self._tree, self._named = Tree(model), dict[str, nn.Parameter]()
@@ -209,15 +210,12 @@ class CompiledStep(nn.Module):
     @property
     def norms(self) -> Tensor:
         """The norms of the last backward pass before clipping, N."""
-        return self._result("norms")
-
-    def _result(self, name: str) -> Tensor:
-        if name not in self._results:
+        if "norms" not in self._results:
             raise NothingRecorded(
-                f"there is no {name!r}: no backward pass has run since the last forward, or the step was compiled for "
+                "there is no 'norms': no backward pass has run since the last forward, or the step was compiled for "
                 f"{self.verb!r} only." + ON_COMPILING
             )
-        return self._results[name]
+        return self._results["norms"]
 
     # Gradients from outside of the graph.
 
@@ -296,11 +294,11 @@ class CompiledStep(nn.Module):
                 "private one. Call zero_grad() before each step." + ON_COMPILING
             )
         multiplier, bound, expected = (
-            float(self._numbers[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
+            float(self._settings[name] or 0) for name in ("noise_multiplier", "max_norm", "expected_batch_size")
         )
         found = dict[str, Tensor]()
         named = [(name, p) for name, p in self._named.items() if multiplier and p.requires_grad]
-        for (name, p), noise in zip(named, drawn(self._noise, named, multiplier * bound / expected)):
+        for (name, p), noise in zip(named, drawn(self._settings["noise"], named, multiplier * bound / expected)):
             if name in gradients:
                 found[name] = gradients[name] + noise
             else:  # no sample's loss reaches it
@@ -370,17 +368,17 @@ def _rows(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: A
 
 
 def _norms(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
-    # Rows that are kept make the ordinary gradient, too.
-    return Made(results={"norms": apart.rounded(apart.norms(step._budget if step._param_grad else 0) * factor)})
+    kept = step._settings["max_bytes"] if step._param_grad else 0  # rows that make the ordinary gradient, too
+    return Made(results={"norms": apart.rounded(apart.norms(kept) * factor)})
 
 
 def _clip(step: CompiledStep, apart: TakenApart, gradients: Gradients, factor: Any) -> Made:
     """Σₙ gₙ · min(1, max_norm / ‖gₙ‖), or the mean."""
-    norms = apart.norms(step._budget) * factor
-    weights = clip_weights(norms, float(step._numbers["max_norm"] or 0))
+    norms = apart.norms(step._settings["max_bytes"]) * factor
+    weights = clip_weights(norms, float(step._settings["max_norm"] or 0))
     if step.verb == "clip_and_noise":
         # Undo the loss's own reduction first.  Samples that are not finite add nothing.
-        weights = weights * factor / float(step._numbers["expected_batch_size"] or 1)
+        weights = weights * factor / float(step._settings["expected_batch_size"] or 1)
         sums = apart.weighted(weights, norms.isfinite())
     else:
         sums = apart.weighted(weights)

@@ -14,7 +14,7 @@ from autograd_hacks.extending import Recorder, gathering, refuse_parts
 from autograd_hacks.formulas import rule_for
 from autograd_hacks.support.parts import is_part, part_of
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import map_tensors, modules_of, version_of
+from autograd_hacks.support.trees import map_tensors, version_of
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -34,11 +34,11 @@ def learn(model: nn.Module, recorder: Recorder) -> None:
         record.names[shard] = name
         recorder.backward.watch(shard)
     slots = {id(p): name for name, p in record.cut.items()}
-    names = {(id(m), local): slots.get(id(p)) for m in modules_of(model) for local, p in m._parameters.items()}
+    names = {(id(m), local): slots.get(id(p)) for m in model.modules() for local, p in m._parameters.items()}
     found = list[tuple[str, Tensor]]()
     for module in parts:
         with whole([module]):
-            held = [(names[id(m), local], p) for m in modules_of(module) for local, p in m._parameters.items()]
+            held = [(names[id(m), local], p) for m in module.modules() for local, p in m._parameters.items()]
             found += [(known, p) for known, p in held if known is not None and p is not None and id(p) not in slots]
     refuse_parts([known for known, seen in found if is_part(seen)])
     for known, seen in found:
@@ -77,7 +77,7 @@ def alone(model: nn.Module) -> Iterator[None]:
     If shards must be gathered, all processes must enter it at once; then each may run the model any number of times.
     """
     parts = gathering(model)
-    wrappers = [vars(module) for module in modules_of(model) if isinstance(module, DistributedDataParallel)]
+    wrappers = [vars(module) for module in model.modules() if isinstance(module, DistributedDataParallel)]
     kept = [dict(own) for own in wrappers]
     tables: list[Any] = [table for part in parts for table in (part._forward_pre_hooks, part._forward_hooks)]
     hooks: list[Hooks] = [dict(table) for table in tables]
@@ -120,7 +120,7 @@ def reading_weights(model: nn.Module, names: frozenset[str]) -> list[nn.Module]:
     names: the parameters that are read from the graph
     """
     parts, needed = gathering(model), dict[int, nn.Module]()
-    holder = {id(module): part for part in parts for module in modules_of(part)}  # the innermost one, which comes last
+    holder = {id(module): part for part in parts for module in part.modules()}  # the innermost one, which comes last
     for path, module in model.named_modules() if parts else ():
         rule, part = rule_for(module), holder.get(id(module))
         own = [f"{path}.{local}" if path else local for local, p in module._parameters.items() if p is not None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from autograd_hacks.graph.label import ALONE, MIX, Links, Shape, Shapes, Sizes
@@ -315,7 +316,7 @@ def _(sizes: Sizes, normalized_shape: Shape) -> list[Links]:
     _batch_norm_with_update_functional batch_norm_backward native_batch_norm_backward""",
     reads="training train update",
 )
-def _(sizes: Sizes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
+def _batch_norm(sizes: Sizes, training: bool = True, train: bool = True, update: bool = True) -> list[Links]:
     n = len(sizes.outs[0] or ())
     whole = [1 if d == 1 else MIX if training and train and update else d for d in range(n)]
     if sizes.o:
@@ -323,9 +324,7 @@ def _(sizes: Sizes, training: bool = True, train: bool = True, update: bool = Tr
     return [whole if len(s or ()) == n and n > 1 else (0 if sizes.o else 1,) * len(s or ()) for s in sizes.ins]
 
 
-@axes("_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm_no_update")
-def _(sizes: Sizes) -> list[Links]:
-    return [range(sizes.n), *[(1,)] * (len(sizes.ins) - 1)]
+axes("_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm_no_update")(partial(_batch_norm, training=False))
 
 
 @axes("native_group_norm", reads="C group")

@@ -16,7 +16,7 @@ wrong one.  SUM and MIXED are both "several samples"; which of them decides only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -241,21 +241,19 @@ def taken(
 
 def spread(
     label: Owned, links: Links, out: Shape, whole: Shape, samples: int, take: Callable[[Tensor], Tensor],
-    lost: Several = MIXED, kept: Container[int] = (), device: Any = None, is_whole: bool = False,
+    lost: Several = MIXED, device: Any = None,
 ) -> Label:  # fmt: skip
     """The label of an input of which ``take`` took the output's entries; `NOBODY` has what it left.
 
     links: for each axis of the input the output's with the same entries; ALONE for one along which it takes
     out, whole: the shapes of output and input
     lost: what is said if entries of several samples were taken from one
-    kept: linked axes along which ``take`` is not alike
     device: of the tensors that ``take`` takes by
-    is_whole: whether other outputs with this label have the rest of the input
     """
     along = varying(label)
-    if (type(label) is At and label.dim in links) or (is_whole and set(along) <= set(links)):
+    if type(label) is At and label.dim in links:
         return linked(label, links, whole)
-    small = [size if links[d] < 0 or links[d] in along or d in kept else 1 for d, size in enumerate(whole)]
+    small = [size if links[d] < 0 or links[d] in along else 1 for d, size in enumerate(whole)]
     places = take(torch.arange(prod(small), device=device or "cpu").view(small))
     at = entries(label, out, samples, device)
     order, index = torch.broadcast_tensors(at, places.to(at.device))
@@ -263,8 +261,10 @@ def spread(
     return lost if found is None else Entries(found.view(small))
 
 
-def tidied(found: Entries, shape: Shape, samples: int) -> Owned:
-    """`At`, if every entry that gets anything is where it would be."""
+def tidied(found: Label, shape: Shape, samples: int) -> Label:
+    """The label; `At` for `Entries` if every entry that gets anything is where it would be."""
+    if not isinstance(found, Entries):
+        return found
     own = found.samples
     for d in varying(found):
         size = shape[d]

@@ -194,10 +194,8 @@ def _by_move(
         for k, (more, shape) in enumerate(zip(of_output, ins)):
             if shape is not None:
                 joint[k] = joined(joint[k], more, shape, samples)
-    found = zip(joint, ins)  # a label of one output alone might name others' samples where it leaves nothing
-    return Answer(
-        [tidied(own, shape or (), samples) if isinstance(own, Entries) else own for own, shape in found], seen or None
-    )
+    # A label of one output alone might name others' samples where it leaves nothing.
+    return Answer([tidied(own, shape or (), samples) for own, shape in zip(joint, ins)], seen or None)
 
 
 def _by_entry(

@@ -16,13 +16,13 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autograd_hacks.graph.label import Entries, Label, same
-from autograd_hacks.graph.probed import CannotAsk, confirmed, probed, shown
+from autograd_hacks.graph.probed import CannotAsk, confirmed, probed
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import MASKS
 from autograd_hacks.graph.walk import Memory, Walk, walked
@@ -34,12 +34,6 @@ WITH_TENSORS = 2
 """How many of them may hold tensors: what laws have read, and the sample of each entry."""
 
 
-class _Entry(NamedTuple):
-    walk: Walk
-    parameters: list[weakref.ref[Tensor]]  # whose identities are in the key: it goes with them
-    has_tensors: bool
-
-
 class Memo:
     """The walks of a model's forwards.
 
@@ -48,7 +42,7 @@ class Memo:
 
     def __init__(self, size: int = KEPT) -> None:
         self.size, self.hits, self.misses = size, 0, 0
-        self._kept: OrderedDict[Any, _Entry] = OrderedDict()
+        self._kept: OrderedDict[Any, Walk] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -60,11 +54,11 @@ class Memo:
             for own in roots.values()
         ]
         key = (trace.key, tuple(roots), tuple(told), samples)
-        entry = self._kept.get(key)
-        if entry is not None and holds(entry.walk, trace, samples, memory):
+        walk = self._kept.get(key)
+        if walk is not None and holds(walk, trace, samples, memory):
             self._kept.move_to_end(key)
             self.hits += 1
-            return entry.walk
+            return walk
         self.misses += 1
         walk = walked(trace, roots, samples, memory)
         walk.compared = self._compared(trace, samples, walk)
@@ -72,10 +66,10 @@ class Memo:
             self._kept.pop(key, None)
             return walk
         gone = lambda _, kept=self._kept: kept.pop(key, None)  # noqa: E731  # it holds no memo
-        parameters = [weakref.ref(trace.nodes[k].variable, gone) for k in trace.fixed]
-        self._kept[key] = entry = _Entry(walk, parameters, walk.has_tensors())
+        walk.parameters = [weakref.ref(trace.nodes[k].variable, gone) for k in trace.fixed]
+        self._kept[key] = walk
         self._kept.move_to_end(key)
-        if entry.has_tensors:
+        if walk.has_tensors:
             for old in [other for other, own in self._kept.items() if own.has_tensors][:-WITH_TENSORS]:
                 self._kept.pop(old, None)
         while len(self._kept) > self.size:
@@ -87,10 +81,10 @@ class Memo:
 
         Rows of other samples, or of more of them, have the same sum."""
         graph, places = (trace.plan.graph, trace.key[1]), [use[:2] for use in walk.uses]
-        for ((plan, own, _), _, _, others), entry in reversed(self._kept.items()):
+        for ((plan, own, _), _, _, others), before in reversed(self._kept.items()):
             is_alike = (plan[:3], own) == graph and (others == 1) == (samples == 1)
-            if is_alike and places == [use[:2] for use in entry.walk.uses]:
-                return entry.walk.compared
+            if is_alike and places == [use[:2] for use in before.uses]:
+                return before.compared
         return {}
 
 
@@ -103,17 +97,11 @@ def holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:
         for k, origin in walk.origins.items():
             if memory.origin(nodes[k], trace.read_by(k)) != origin:
                 return False
-        for k, outs, ins in walk.asked:
-            known = walk.shown.get(k, ())
-            now = None if known is None else shown(nodes[k], outs)
-            if now is not None and now == known:
-                continue
-            walk.shown[k] = None if known else now  # what differs once does so again
-            if confirmed(nodes[k], outs, ins, samples):
-                continue
-            found = probed(nodes[k], outs, samples)
-            if len(found) != len(ins) or not all(same(a, b) for a, b in zip(found, ins)):
-                return False
+        for k, own in walk.asked.items():
+            if not confirmed(nodes[k], own, samples):
+                found = probed(nodes[k], own.outs, samples)
+                if len(found) != len(own.ins) or not all(map(same, found, own.ins)):
+                    return False
     except CannotAsk:
         return False
     return True

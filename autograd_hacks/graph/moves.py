@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from autograd_hacks.graph.axes import AXES, axis, some_axes
 from autograd_hacks.graph.label import (
@@ -21,6 +22,7 @@ from autograd_hacks.graph.label import (
     SUM,
     At,
     Label,
+    Links,
     Owned,
     Shape,
     Sizes,
@@ -78,6 +80,13 @@ def beside(d: int, n: int) -> list[int]:
     return [ALONE if e == d else e - (e > d) for e in range(n)]
 
 
+def _part(label: Owned, links: Links, sizes: Sizes, samples: int, take: Callable[[Tensor], Tensor]) -> Label:
+    """The label of an input of which each output is a part, and with this label all of it."""
+    if sizes.is_shared and set(varying(label)) <= set(links):
+        return linked(label, links, sizes.own)
+    return spread(label, links, sizes.out, sizes.own, samples, take)
+
+
 @move("slice slice_backward slice_inverse", reads="dim start step")
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, step: int) -> list[Label]:
     d = axis(dim, sizes.n)
@@ -92,7 +101,7 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, start: int | None, ste
 def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = None) -> list[Label]:
     n = len(sizes.own)
     d, at = axis(dim, n), sizes.o if index is None else signed(index)
-    return [spread(label, beside(d, n), sizes.out, sizes.own, samples, lambda x: x.select(d, at), is_whole=sizes.is_shared)]
+    return [_part(label, beside(d, n), sizes, samples, lambda x: x.select(d, at))]
 
 
 @move("select_backward stack", reads="dim index")
@@ -107,9 +116,9 @@ def _(label: Owned, sizes: Sizes, samples: int, dim: int, index: int | None = No
 
 @move("split unsafe_split split_with_sizes unsafe_split_with_sizes chunk", reads="dim")
 def _(label: Owned, sizes: Sizes, samples: int, dim: int) -> list[Label]:
-    d, links, out, own = axis(dim, sizes.n), along(axis(dim, sizes.n), sizes.n), sizes.out, sizes.own
+    d = axis(dim, sizes.n)
     start = sum((s or ())[d] for s in sizes.outs[: sizes.o])
-    return [spread(label, links, out, own, samples, lambda x: x.narrow(d, start, out[d]), is_whole=sizes.is_shared)]
+    return [_part(label, along(d, sizes.n), sizes, samples, lambda x: x.narrow(d, start, sizes.out[d]))]
 
 
 @move("cat", reads="dim")

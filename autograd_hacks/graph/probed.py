@@ -8,13 +8,14 @@ judged like any other; a last call, with all samples, shows whether the node is 
 calls gets nothing *in this forward*: an operand may be zero today.
 
 Two calls are enough to see that a supposed answer is right (`confirmed`): that of an equal graph, or that the samples stay
-on their axis.  One is, to see that a node does what it did in an earlier forward (`shown`).
+on their axis.  The first is, if the node does what it did in an earlier forward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -53,7 +54,7 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
     # The label of an input may be that of an output of its shape, or its first axis with a place for each sample.
     shapes = [None if x is None else tuple(shape_of(Value(x, n))) for x, n in node.next_functions]
     supposed = [None if x is None else in_order.get(x, At(x.index(samples)) if samples in x else None) for x in shapes]
-    if in_order and confirmed(node, outs, supposed, samples):
+    if in_order and confirmed(node, Asked(outs, supposed, None), samples):
         return supposed
     draws = torch.Generator("cpu").manual_seed(0)
     given: list[tuple[Tensor, Tensor] | None] = []
@@ -84,24 +85,44 @@ def probed(node: Any, outs: Sequence[Label], samples: int, keeps_zeros: bool = F
     return found
 
 
-def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: int) -> bool:
-    """Whether the labels at a node's inputs are known to be the given ones.  It may say no to right ones.
+@dataclass(slots=True)
+class Asked:
+    """The labels at the outputs and inputs of a node that was asked.
+
+    told: numbers that tell what it made of random gradients in a later forward; None if that is another thing in each
+    """
+
+    outs: Sequence[Label]
+    ins: Sequence[Label]
+    told: Sequence[int] | None = ()
+
+
+def confirmed(node: Any, asked: Asked, samples: int) -> bool:
+    """Whether the labels at a node's inputs are known to be those of an earlier answer.  It may say no to right ones.
 
     Raises CannotAsk.
 
     The node gets random gradients G, and D G, where D multiplies each sample's part by 0 or a power of two of its own.  If
     no samples mix, the second result is D times the first, to the last bit.  Else it isn't: entry i, of sample a, is
     Σⱼ Lᵢⱼ gⱼ, and Σⱼ Lᵢⱼ (dⱼ - dₐ) gⱼ is 0 for random g only where each Lᵢⱼ between samples is 0.  What isn't linear
-    differs, too.
+    differs, too.  What is linear and makes of G what it made before does the same to all gradients.
     """
-    given = [own for own in zip(made(node), outs) if own[1] is not None]
-    if not _is_exact(node, outs) or not any(isinstance(own, Owned) for own in ins):
+    given, ins = [*zip(made(node), asked.outs)], asked.ins
+    if not _is_exact(node, asked.outs):
         return False
+
+    def ask(number: int) -> list[Tensor | None]:
+        return _ask(node, [None if label is None else _scaled(like, label, samples, number) for like, label in given])
+
     with torch.no_grad(), Switch.paused_here(), torch.random.fork_rng(enabled=is_users(node)):
-        found = [
-            _ask(node, [None if x is None else _scaled(like, x, samples, number) for like, x in zip(made(node), outs)])
-            for number in range(len(_factors(samples, torch.float64, torch.device("cpu"))))
-        ]
+        found = [ask(0)]
+        now = None if asked.told is None or is_users(node) else _told(found[0])
+        if now and now == asked.told:
+            return True
+        asked.told = None if asked.told else now  # what differs once does so again
+        found += map(ask, range(1, len(_factors(samples, torch.float64, torch.device("cpu")))))
+    if not any(isinstance(own, Owned) for own in ins):
+        return False
     for label, (ahead, _), (first, *more) in zip(ins, node.next_functions, zip(*found)):
         if ahead is None or isinstance(label, Several) or label is first is None:
             continue
@@ -118,19 +139,12 @@ def confirmed(node: Any, outs: Sequence[Label], ins: Sequence[Label], samples: i
     return True
 
 
-def shown(node: Any, outs: Sequence[Label]) -> list[int] | None:
-    """Numbers that tell what a node makes of random gradients; None if they may not tell all of it.  Raises CannotAsk.
-
-    What is linear and makes the same of these does the same to all: equal numbers mean equal labels.
-    """
-    if is_users(node) or not _is_exact(node, outs):
+def _told(made: Sequence[Tensor | None]) -> Sequence[int] | None:
+    """Numbers that tell what a node has made; None if they may not tell all of it."""
+    there = [x for x in made if x is not None]
+    if any(x.dtype not in WIDE or x.device.type not in ("cpu", "cuda") for x in there):
         return None
-    with torch.no_grad(), Switch.paused_here():
-        found = _ask(node, [None if x is None else _drawn(like) for like, x in zip(made(node), outs)])
-        there = [x for x in found if x is not None]
-        if any(x.dtype not in WIDE or x.device.type not in ("cpu", "cuda") for x in there):
-            return None
-        return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) if x.numel() else 0 for x in there]
+    return [int(torch.hash_tensor(x * _drawn(x, 1)).view(torch.int64)) if x.numel() else 0 for x in there]
 
 
 def _is_exact(node: Any, outs: Sequence[Label]) -> bool:

@@ -63,10 +63,8 @@ def _gather(x: Tensor, d: int, index: Tensor) -> Tensor:
 
 def _gathered(label: Owned, d: int, index: Tensor, sizes: Sizes, samples: int) -> Label:
     """The label of a tensor of which the output's entries were taken by an index along axis d."""
-    thin, links = _thin(index), along(d, sizes.n)
-    kept = [k for k, n in enumerate(thin.shape) if n != 1]
-    take = lambda x: _gather(x, d, index)  # noqa: E731
-    return spread(label, links, sizes.out, sizes.own, samples, take, kept=kept, device=index.device)
+    links = [ALONE if k == d or n != 1 else k for k, n in enumerate(_thin(index).shape)]
+    return spread(label, links, sizes.out, sizes.own, samples, lambda x: _gather(x, d, index), device=index.device)
 
 
 def _longer(label: Label, out: Shape, own: Shape, samples: int) -> Label:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from autograd_hacks.graph.label import NOBODY, SUM, Entries, Label, One, Several, joined
 from autograd_hacks.graph.laws import Answer, asked, law_of
+from autograd_hacks.graph.probed import Asked
 from autograd_hacks.graph.trace import END, LEAF, Trace
 from autograd_hacks.support.graph import operands_of
 from autograd_hacks.support.parts import memory_of
@@ -77,14 +79,14 @@ class Walk:
     mixes: where samples mix
     mixed: the leaves of parameters that lie behind a mix
     read: the saved values on which labels rest, each with its node and its name there
-    asked: the nodes that were asked, with the labels at their outputs and inputs, which hold for this forward alone
-    shown: by the number of such a node, what it showed in a later forward; None if that is another thing in each
+    asked: the nodes that were asked, with labels that hold for this forward alone
     met_zero: whether an answer was that nothing arrives, perhaps because an operand is zero today
     origins: what some nodes' operands were
     by_values: whether rules alone would say that samples mix
     of_parameters: whether each node's outputs are made of parameters and buffers alone
     read_as: what readers made of it, by what they read besides
     compared: by the same, the parameters whose rows agreed with gradients that were not zero, or can't be compared
+    parameters: weak references to those whose identities are in a memo's key, which goes with them
     """
 
     labels: list[list[Label]]
@@ -92,15 +94,16 @@ class Walk:
     mixes: list[Meeting] = field(default_factory=list)
     mixed: set[int] = field(default_factory=set)
     read: list[tuple[int, str, Any]] = field(default_factory=list)
-    asked: list[tuple[int, Sequence[Label], Sequence[Label]]] = field(default_factory=list)
-    shown: dict[int, Sequence[int] | None] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
     origins: dict[int, str] = field(default_factory=dict)
     of_parameters: list[bool] = field(default_factory=list)
     met_zero: bool = False
     by_values: bool = False
     read_as: dict[Hashable, Any] = field(default_factory=dict)
     compared: dict[Hashable, set[str]] = field(default_factory=dict)
+    parameters: Sequence[Any] = ()
 
+    @cached_property
     def has_tensors(self) -> bool:
         values = [x for *_, own in self.read for x in (own if type(own) is list else [own])]
         return any(isinstance(x, Tensor | Entries) for x in (*values, *(label for outs in self.labels for label in outs)))
@@ -207,7 +210,7 @@ class _Walking:
         answer = self.known.get(like) or self._answer(k, ins, alone, asks)
         walk.read += [(k, name, _kept(x)) for name, x in (answer.read or {}).items()]
         if answer.was_asked:
-            walk.asked.append((k, tuple(outs), tuple(answer.ins)))
+            walk.asked[k] = Asked(tuple(outs), tuple(answer.ins))
             walk.met_zero |= any(
                 label is None or (isinstance(label, Entries) and bool((label.samples == NOBODY).all()))
                 for edge, label in zip(ahead, answer.ins)
@@ -261,11 +264,11 @@ class _Walking:
                 is_reached and self._origin(k) == BATCH
             ):  # fmt: skip
                 of_batch.add(k)
-        asked, tables = {k for k, *_ in walk.asked}, trace.tables(self.of_parameters) if walk.asked else ()
+        tables = trace.tables(self.of_parameters) if walk.asked else ()
         for at in self.lost:
             edge = trace.edges[at.node][at.place]
             assert edge is not None
-            is_table = at.node not in asked or self._is_table(at.node, edge, tables, of_batch)
+            is_table = at.node not in walk.asked or self._is_table(at.node, edge, tables, of_batch)
             if walk.labels[edge[0]][edge[1]] is SUM and edge[0] not in of_batch and is_table:
                 walk.uses.append(at._replace(why=""))
             else:

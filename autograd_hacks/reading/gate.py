@@ -61,16 +61,14 @@ def read(
     is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
-        names, certificate = (
-            {n: own or record.name_of(trainable[n]) for n, own in zip(trainable, record.names.of(trainable.values()))},
-            Certificate(record),
-        )
+        known = zip(trainable, record.names.of(trainable.values()))
+        names, certificate = {n: own or record.name_of(trainable[n]) for n, own in known}, Certificate(record)
         for gate in gates:
             gate.read_all()
             if any(recorded.along for recorded in gate.segment.passes):
                 with torch.no_grad():
-                    for name, known in names.items():
-                        gate.certify(certificate, name, known)
+                    for name, own in names.items():
+                        gate.certify(certificate, name, own)
         with torch.no_grad():
             certificate.check()
         every = [gate.forms(names.values()) for gate in gates]

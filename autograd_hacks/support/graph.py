@@ -114,31 +114,23 @@ def raw_names(kind: type) -> tuple[str, ...]:
 
 
 @cache
-def _raws_of(kind: type) -> Callable[[Any], Sequence[Any]]:
-    return attrgetter(*raw_names(kind), "next_functions", "next_functions")  # of two names it makes a tuple
+def _getter(kind: type, of_operands: bool) -> Callable[[Any], Sequence[Any]]:
+    names = [name for name in raw_names(kind) if not (of_operands and name.startswith(_OF_RESULTS))]
+    return attrgetter(*names, "next_functions", "next_functions")  # of two names it makes a tuple
 
 
-def _raws(node: Any, attribute: str) -> Sequence[Any]:
-    """What a node keeps there: of an index, one for each axis."""
-    raw = getattr(node, attribute, None)
-    return raw if isinstance(raw, tuple | list) else (raw,)
-
-
-@cache
-def _operand_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in raw_names(kind) if not name.startswith(_OF_RESULTS))
+def _raws(node: Any, of_operands: bool = False) -> list[Any]:
+    """What a node keeps there, of an index for each axis.  of_operands: without its own results"""
+    kept = _getter(node.__class__, of_operands)(node)[:-2]
+    return [own for raw in kept for own in (raw if type(raw) in (tuple, list) else (raw,)) if own is not None]
 
 
 def operands_of(node: Node) -> Iterator[Tensor]:
     """The tensors that a node saves and that have no graph: such as inputs that need no gradient.
 
     Tensors that a user's hooks have packed are left out."""
-    for name in _operand_names(type(node)):
-        kept = getattr(node, name)
-        for raw in kept if isinstance(kept, tuple | list) else (kept,):
-            x = getattr(raw, "data", None) if getattr(raw, "unpack_hook", True) is None else None
-            if isinstance(x, Tensor) and not x.requires_grad:
-                yield x
+    there = (raw.data for raw in _raws(node, of_operands=True) if raw.unpack_hook is None)
+    return (x for x in there if isinstance(x, Tensor) and not x.requires_grad)
 
 
 def is_users(node: object) -> bool:
@@ -198,23 +190,20 @@ def saved_by(node: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]
 
 def is_packed(node: Any, by_users: bool = False) -> bool:
     """Whether hooks have packed something that a node saves; or hooks that aren't torch's own, which may change it."""
-    every = _raws_of(node.__class__)(node)[:-2]
-    raws = [own for raw in every for own in (raw if type(raw) in (tuple, list) else (raw,))]
-    hooks = [hook for raw in raws if raw is not None and (hook := raw.unpack_hook) is not None]
+    hooks = [hook for raw in _raws(node) if (hook := raw.unpack_hook) is not None]
     return any(not (by_users and (getattr(hook, "__module__", None) or "").startswith("torch.")) for hook in hooks)
 
 
-def is_recomputed(node: Any, *names: str) -> bool:
-    """Whether a checkpoint recomputes what a node saves, by default anything of it."""
-    attributes = [RAW + name for name in names] or raw_names(node.__class__)
-    return any(_is_handed_out_once(raw) for name in attributes for raw in _raws(node, name))
+def is_recomputed(node: Any) -> bool:
+    """Whether a checkpoint recomputes something that a node saves."""
+    return any(map(_is_handed_out_once, _raws(node)))
 
 
 def put_back_by(node: Any) -> Callable[[], None]:
     """Returns a function that restores what checkpoints recomputed for a node.
 
     Checkpoints give each recomputed tensor out only once per pass.  Call the function after each call of the node."""
-    kept = [raw for name in raw_names(node.__class__) for raw in _raws(node, name) if _is_handed_out_once(raw)]
+    kept = filter(_is_handed_out_once, _raws(node))
     taken = [(raw.data, raw.unpack_hook, raw.unpack_hook(raw.data)) for raw in kept]
 
     def put_back() -> None:
@@ -227,7 +216,7 @@ def put_back_by(node: Any) -> Callable[[], None]:
 
 def _is_handed_out_once(raw: Any) -> bool:
     """Whether a checkpoint has packed it."""
-    return getattr(raw, "unpack_hook", None) is not None and type(raw.data).__module__ == "torch.utils.checkpoint"
+    return raw.unpack_hook is not None and type(raw.data).__module__ == "torch.utils.checkpoint"
 
 
 def _put_back(packed: Any, unpack: Any, x: Any) -> None:

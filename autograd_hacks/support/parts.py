@@ -11,7 +11,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from autograd_hacks.errors import ShardedParameters
-from autograd_hacks.support.trees import modules_of
 
 _WHOLE = {Tensor, nn.Parameter, nn.Buffer}
 
@@ -31,7 +30,7 @@ def may_have_parts() -> bool:
 
 def has_parts(model: nn.Module) -> bool:
     """Whether some of a model's parameters are DTensors."""
-    own = (p for module in modules_of(model) for p in module._parameters.values()) if may_have_parts() else ()
+    own = (p for module in model.modules() for p in module._parameters.values()) if may_have_parts() else ()
     return any(p is not None and is_part(p) for p in own)
 
 

@@ -149,11 +149,6 @@ def _put_back(node: Any) -> Iterator[None]:
         yield
 
 
-def is_plain(node: Any) -> bool:
-    """Whether a node is torch's own, and has what it saved, so that it may be called in other ways than by the engine."""
-    return not (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" or is_packed(node))
-
-
 def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequence[Tensor | None] | None]:
     """The gradients that a node computes, for one or several passes."""
     if node.name() == CHECKPOINT:  # its own backward would run the user's function, and add to parameters' .grad
@@ -268,7 +263,8 @@ def factor_of(node: Any) -> Tensor | None:
 
     None if it does anything else: what it makes of random numbers isn't their product with what it makes of ones.
     """
-    if torch.is_grad_enabled() or len(node.next_functions) != 1 or len(made(node)) != 1 or not is_plain(node):
+    is_others = isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+    if torch.is_grad_enabled() or len(node.next_functions) != 1 or len(made(node)) != 1 or is_others or is_packed(node):
         return None
     like, value = made(node)[0], Value(*node.next_functions[0])
     if torch.finfo(like.dtype).eps > 1e-6:  # half precision tells no small entry from rounding

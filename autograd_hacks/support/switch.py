@@ -20,13 +20,12 @@ class _Here(threading.local):
 class Switch:
     """Whether hooks record, in the whole process."""
 
-    enabled = True
-    pauses: ClassVar[set[object]] = set()  # open contexts, of all threads
+    pauses: ClassVar[set[object]] = set()  # open contexts, of all threads; and the class itself after `disable_hooks`
     here = _Here()
 
     @classmethod
     def on(cls) -> bool:
-        return cls.enabled and not cls.pauses and not cls.here.paused
+        return not cls.pauses and not cls.here.paused
 
     @classmethod
     @contextmanager

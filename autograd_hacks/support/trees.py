@@ -176,14 +176,6 @@ def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tuple(map(function, tree)) if type(tree) is tuple else {key: function(x) for key, x in tree.items()}
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    return list(model.modules())
-
-
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
 SIMPLE = {int, float, bool, str, type(None)}
 """Types that hold no tensor."""
 
@@ -207,10 +199,10 @@ class Tree:
         self._attributes: list[tuple[int, str, Any]] = []
 
     def modules(self) -> list[nn.Module]:
-        """`modules_of` the model.  The same list as long as the model has the same ones."""
+        """The model's modules: the same list as long as it has the same ones."""
         if self._children is None or self._all_children() != self._children:
             model = self._model()
-            self._modules, self._owned, self._counts = [] if model is None else modules_of(model), None, []
+            self._modules, self._owned, self._counts = [] if model is None else [*model.modules()], None, []
             self._children = self._all_children()
         return self._modules
 
@@ -218,7 +210,7 @@ class Tree:
         return [*map(tuple, map(_VALUES, map(_CHILDREN, self._modules)))]  # few calls, since a model has many modules
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """`parameters_of` the model, which must not be changed."""
+        """The model's parameters by name, which must not be changed."""
         return self.all()[1]
 
     def all(self) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
@@ -228,7 +220,7 @@ class Tree:
         owned = [[*map(len, own)], *names, *map(id, values)]
         model = self._model()
         if model is not None and (owned != self._owned or type(model).named_parameters is not nn.Module.named_parameters):
-            self._parameters, self._owned = parameters_of(model), owned
+            self._parameters, self._owned = dict(model.named_parameters()), owned
         return modules, self._parameters
 
     def kept(self) -> list[Any]:
@@ -256,10 +248,6 @@ def like_its_kind(kind: Tensor, x: Tensor) -> Tensor:
         x = x.as_subclass(type(kind))
     vars(x).update(vars(kind))
     return x
-
-
-def cloned(x: Tensor) -> Tensor:
-    return like_its_kind(x, x.clone())
 
 
 def plain(x: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.display import Shown, Table
 from autograd_hacks.support.ranges import checked
 from autograd_hacks.support.restored import restored
-from autograd_hacks.support.trees import parameters_of
 from autograd_hacks.verbs.arguments import check_direction, kind_of
 from autograd_hacks.verbs.matrix import joint_norms, random_maps
 from autograd_hacks.verbs.per_sample import check_may_set, drop_grads, drop_rows, set_grads, write_rows
@@ -94,7 +93,7 @@ def during_backward(
         among = dot.detach().nonzero()[:, 0]  # those that aren't zero; few, as they are meant
         verbs["dot"] = lambda name, form: stream.along(name, form, dot, among, max_bytes)
     elif dot is not None:
-        check_direction(dot, {name: p for name, p in record.as_seen(parameters_of(model)).items() if p.requires_grad})
+        check_direction(dot, {name: p for name, p in record.as_seen(recorder.tree.parameters()).items() if p.requires_grad})
         verbs["dot"] = lambda name, form: form.dot(dot[name].to(form.like.device).conj().resolve_conj(), max_bytes)
     if weights is not None:
         check_weights("weights", weights)
@@ -163,7 +162,7 @@ class _Stream:
 
     def __post_init__(self) -> None:
         self.record = record = self.recorder.record
-        self._parameters = record.asked(parameters_of(self.model))
+        self._parameters = record.asked(self.recorder.tree.parameters())
         self._unwritten = set(self._parameters)  # parameters without rows yet
         self.names = {record.name_of(p): name for name, p in self._parameters.items()}
         self._gate: Gate | None = None

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from autograd_hacks.graph import probed
 from autograd_hacks.graph.label import NOBODY, At, Entries, same
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.probed import confirmed
+from autograd_hacks.graph.probed import Asked, confirmed
 from autograd_hacks.graph.walk import Walk, walked
 
 
@@ -149,7 +149,7 @@ def test_an_answer_is_confirmed_by_few_calls_and_a_leak_is_seen(
     """Something of the first sample's gradient leaks to the last; their factors may be alike in all but one call."""
     calls, written = list[Tensor](), torch.randn(samples, 3, requires_grad=True) * 1
     written[:, 1] = torch.randn(samples, requires_grad=True)
-    assert probed.confirmed(written.grad_fn, [At(0)], [At(0), At(0)], samples)
+    assert probed.confirmed(written.grad_fn, probed.Asked([At(0)], [At(0), At(0)]), samples)
 
     def leak(_: object, grads: list[Tensor]) -> list[Tensor]:
         calls.append(grads[0].clone())
@@ -158,7 +158,7 @@ def test_an_answer_is_confirmed_by_few_calls_and_a_leak_is_seen(
 
     monkeypatch.setattr(probed, "_ask", leak)
     doubled: Any = torch.randn(samples, 3, requires_grad=True) + torch.randn(samples, 3, requires_grad=True)
-    answers = [probed.confirmed(doubled.grad_fn, [At(0)], [At(0), At(k)], samples) for k in (0, 1)]
+    answers = [probed.confirmed(doubled.grad_fn, probed.Asked([At(0)], [At(0), At(k)]), samples) for k in (0, 1)]
     assert (answers, len(calls)) == (["none" in request.node.name, False], 2 * {65: 3, 4097: 4}.get(samples, 2))
 
 
@@ -271,7 +271,7 @@ def test_a_wrong_label_is_seen_and_swapped_samples_in_rows() -> None:
 
 def test_nobodys_factor_may_be_a_samples_too() -> None:
     label = [Entries(torch.tensor([0, NOBODY]))]
-    assert not confirmed(leaf(2).flip(0).grad_fn, label, label, 2)
+    assert not confirmed(leaf(2).flip(0).grad_fn, Asked(label, label), 2)
 
 
 def test_a_batchs_statistic_mixes_though_its_parameters_are_alone() -> None:
