@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed, own_hook
@@ -339,9 +338,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
 def _is_unbatched(noted: Noted) -> bool:
     """Whether a layer's output has too few axes for a batch."""
     layer, rule, ndim = noted.call.layer, rule_for(noted.call.layer), len(noted.hooks[0][1].shape)
-    if isinstance(layer, nn.modules.conv._ConvNd):
-        return ndim < 2 + len(layer.kernel_size)
-    return rule is not None and rule.features is not None and ndim <= rule.features(layer)
+    return rule is not None and not rule.is_batched(layer, ndim)
 
 
 def assume(ran: Ran) -> None:

@@ -24,7 +24,7 @@ from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
+from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, is_of_one, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF
@@ -271,7 +271,10 @@ class Reader:
         rule = rule_for(layer)
         if not labels:
             return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
-        packed, rows = packed_into(call), None
+        packed, rows, ndim = packed_into(call), None, len(noted.hooks[0][1].shape)
+        is_single = packed is None and all(map(is_of_one, labels.values()))
+        if is_single and rule is not None and not rule.is_batched(layer, ndim):  # its rule wants an axis for the batch
+            return None
         if packed is not None and packed.batch_sizes[0] != samples:  # its rule gives rows of sequences
             return None
         if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
@@ -309,7 +312,10 @@ class Reader:
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
         if not apart:
             return Whose(tuple(layouts))
-        if sum(own is not None for own in labels) > 1:
+        first, *others = [own for own in labels if own is not None]
+        if others and isinstance(first, One) and all(own == first for own in others):
+            return Whose((), torch.tensor(first.sample, device="cpu"))
+        if others:
             behind = [j for j in self.trace.behind([k]) if self.trace.kinds[j] is LEAF]
             found.mixed |= dict.fromkeys(behind, self.trace.kinds[k].name)
         (n, *_), label = apart, labels[apart[0]]
