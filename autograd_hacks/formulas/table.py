@@ -40,8 +40,8 @@ class Rule:
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
     is_node: bool = False
-    #: ``batched(layer)``: how many axes outputs of a batch have, for a layer without ``features`` that takes single samples
-    batched: Callable[[Any], int] | None = None
+    #: ``single(layer)``: how many axes the output of a single sample has, for a layer without ``features`` that takes one
+    single: Callable[[Any], int] | None = None
 
     @property
     def name(self) -> str:
@@ -53,12 +53,6 @@ class Rule:
         if self.features is not None:
             return range(max(1, ndim - self.features(layer)))
         return (0,) if self.axes is None else self.axes(layer)[:1]
-
-    def is_batched(self, layer: nn.Module, ndim: int) -> bool:
-        """Whether an output of so many axes has one for the samples."""
-        if self.features is not None:
-            return ndim > self.features(layer)
-        return self.batched is None or ndim >= self.batched(layer)
 
 
 def positionwise(features: Callable[[Any], int]) -> Callable[[LayerFormula], Rule]:
@@ -100,12 +94,13 @@ def _prelu(met: Met) -> Form | None:
 
 _RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
 _INSTANCE_NORM = Rule(
-    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics)
+    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics),
+    single=lambda layer: layer._get_no_batch_dim(),
 )
 _CONV = Rule(
     of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(layer.kernel_size), padded),
     is_node=True,
-    batched=lambda layer: 2 + len(layer.kernel_size),
+    single=lambda layer: 1 + len(layer.kernel_size),
 )
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -134,10 +129,10 @@ RULES: dict[type[nn.Module], Rule] = {
             axes=lambda layer: (0 if layer.batch_first else 1, 1, 1),
             count=count_sequences,
             recomputes=True,
-            batched=lambda layer: 3,
+            single=lambda layer: 2,
         ),
     ),
-    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True, batched=lambda layer: 2)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True, single=lambda layer: 1)),
 }
 """{layer type: rule}"""
 

@@ -126,11 +126,6 @@ def varying(label: Owned) -> Sequence[int]:
     return [d for d, size in enumerate(label.samples.shape) if size != 1] if isinstance(label, Entries) else ()
 
 
-def is_of_one(label: Owned) -> bool:
-    """Whether all entries belong to one sample, where anything arrives."""
-    return type(label) is One or (isinstance(label, Entries) and len(label.samples[label.samples >= 0].unique()) < 2)
-
-
 @lru_cache(16)
 def _regular(size: int, inner: int, samples: int, device: Any) -> Tensor:
     """The sample of each entry on an axis.  Never written to."""

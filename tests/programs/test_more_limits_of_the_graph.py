@@ -246,27 +246,6 @@ def test_a_batch_without_gradients() -> None:
     check_right(model, *batches, run=lambda m, x, factor: squares(m(x).transpose(0, 1)) * factor)
 
 
-# Samples one by one, without an axis for them
-
-
-def one_by_one(layer: nn.Module, more: int) -> nn.Module:
-    last = lambda y: (y[0] if isinstance(y, tuple) else y).reshape(-1, 4)[-1]  # noqa: E731
-    run = lambda m, x: torch.stack([m.out(last(m.layer(*[row] * (1 + more)))).tanh() for row in x])  # noqa: E731
-    return Bare(run, layer=layer, out=nn.Linear(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape", "more"),
-    [
-        *((layer, (4,), 0) for layer in (nn.Linear(4, 4), nn.LayerNorm(4), nn.GRUCell(4, 4), nn.LSTMCell(4, 4))),
-        *((nn.Bilinear(4, 4, 4), (4,), 1), (nn.LSTM(4, 4), (5, 4), 0), (nn.MultiheadAttention(4, 2), (5, 4), 2)),
-    ],
-)
-def test_samples_one_by_one(layer: nn.Module, shape: tuple[int, ...], more: int) -> None:
-    model = one_by_one(layer, more).double()
-    check_right(model, *[(torch.randn(samples, *shape),) for samples in (4, 3, 1, 4)])
-
-
 # Graphs deeper than Python's stack
 
 
