@@ -77,12 +77,6 @@ def unbatched(s: Given, probe: bool) -> None:
     s.read()
 
 
-def unbatched_images(dims: int) -> None:
-    add_hooks(layer := (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](2, 3, 2))
-    layer(torch.zeros(2, *[4] * dims)).sum().backward()
-    compute_grad1(layer)
-
-
 def overwritten_before_the_backward(s: Given) -> None:
     for p in s.model[0].parameters():
         p.requires_grad_(p is s.model[0].bias)  # autograd itself has no use for x then, and says nothing
@@ -167,8 +161,6 @@ STEPS: list[Row] = [
         (r"layer '0' \(Linear\), input \(5, 3\): 5.*layer '2' \(Linear\), input \(3, 4\): 3",
          lambda s: ((s.model[0](s.x).sum() + s.model[2](torch.ones(3, 4).double()).sum()).backward(), s.read())),
         (r"layer '0' \(Linear\).*\(3,\).*\(N, \.\.\., in_features\).*x\[None\]", lambda s: unbatched(s, False)),
-        *[(rf"the model itself \(Conv.*\(2{', 4' * dims}\)", lambda s, dims=dims: unbatched_images(dims))
-          for dims in (1, 2, 3)],
         *[(rf"backward\(losses\): {length}.*layer '0' \(Linear\), input \(5, 3\): 5",
            lambda s, length=length: backward(s.losses.mean().expand(length)))
           for length in (1, 4, 10)],

@@ -50,6 +50,13 @@ class Noted(NamedTuple):
     hooks: Sequence[tuple[Node, AtOutput]]  # on its outputs' nodes
     inputs: frozenset[Node]  # the nodes that made its arguments
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether the outputs have an axis for the batch, judging by the number of their axes."""
+        rule, ndim = rule_for(self.call.layer), len(self.hooks[0][1].shape)
+        single = None if rule is None else rule.features or rule.single
+        return single is None or packed_into(self.call) is not None or ndim > single(self.call.layer)
+
     def usual_layouts(self, samples: int) -> Layouts:
         """Where samples are in the outputs, judging by sizes."""
         layer, rule, found = self.call.layer, rule_for(self.call.layer), dict[int, Layout | None]()

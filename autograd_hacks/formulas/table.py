@@ -40,6 +40,8 @@ class Rule:
     recomputes: bool = False
     #: whether the layer is one node of autograd that has the same formula, so that it can be read there too
     is_node: bool = False
+    #: ``single(layer)``: how many axes the output of a single sample has, for a layer without ``features`` that takes one
+    single: Callable[[Any], int] | None = None
 
     @property
     def name(self) -> str:
@@ -92,9 +94,14 @@ def _prelu(met: Met) -> Form | None:
 
 _RUNNING_NORM = Rule(of_layer(norms.batch_norm, "(N, C, *spatial)", 1, norms.statistics), mixes=norms.why_norm_mixes)
 _INSTANCE_NORM = Rule(
-    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics)
+    of_layer(norms.batch_norm, "(N, C, *spatial)", lambda layer: 1 + layer._get_no_batch_dim(), norms.statistics),
+    single=lambda layer: layer._get_no_batch_dim(),
 )
-_CONV = Rule(of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(layer.kernel_size), padded), is_node=True)
+_CONV = Rule(
+    of_layer(conv, "(N, in_channels, *spatial)", lambda layer: 2 + len(layer.kernel_size), padded),
+    is_node=True,
+    single=lambda layer: 1 + len(layer.kernel_size),
+)
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(of_layer(matrices.linear, "(N, ..., in_features)", 2), features=lambda layer: 1, is_node=True),
@@ -117,9 +124,15 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _INSTANCE_NORM),
     **dict.fromkeys(
         (nn.RNN, nn.LSTM, nn.GRU),
-        Rule(recurrent, axes=lambda layer: (0 if layer.batch_first else 1, 1, 1), count=count_sequences, recomputes=True),
+        Rule(
+            recurrent,
+            axes=lambda layer: (0 if layer.batch_first else 1, 1, 1),
+            count=count_sequences,
+            recomputes=True,
+            single=lambda layer: 2,
+        ),
     ),
-    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True)),
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), Rule(cell, recomputes=True, single=lambda layer: 1)),
 }
 """{layer type: rule}"""
 

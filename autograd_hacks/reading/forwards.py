@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn as nn
 
 from autograd_hacks.capture.above import ABOVE
 from autograd_hacks.capture.arrivals import Passed, own_hook
 from autograd_hacks.capture.kinds import NESTED
-from autograd_hacks.capture.log import INSIDE_PASS, Noted
+from autograd_hacks.capture.log import INSIDE_PASS
 from autograd_hacks.capture.ran import Ran, watch_penalty
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import A_BATCH, NO_BATCH
@@ -315,7 +314,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         rule = rule_for(noted.call.layer)
         if rule is not None and rule.mixes is not None and (why := rule.mixes(noted.call.layer, noted.call.training)):
             return f"{noted.call.place} {why}"
-    if ran.noted and _is_unbatched(ran.noted[0]):
+    if ran.noted and not ran.noted[0].is_batched:
         return f"{ran.noted[0].call.place}, which ran first, {NO_BATCH}. {A_BATCH}"
     if lost and not mixed:
         slot, value = next(iter(lost.items()))
@@ -334,14 +333,6 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         "model's input, name its axis: add_hooks(model, batch_dim=...), with None for an argument that all samples share: "
         "batch_dim=(0, None). Compute a loss of single samples outside the model: backward(losses). " + A_BATCH
     )
-
-
-def _is_unbatched(noted: Noted) -> bool:
-    """Whether a layer's output has too few axes for a batch."""
-    layer, rule, ndim = noted.call.layer, rule_for(noted.call.layer), len(noted.hooks[0][1].shape)
-    if isinstance(layer, nn.modules.conv._ConvNd):
-        return ndim < 2 + len(layer.kernel_size)
-    return rule is not None and rule.features is not None and ndim <= rule.features(layer)
 
 
 def assume(ran: Ran) -> None:

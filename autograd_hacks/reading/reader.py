@@ -24,7 +24,7 @@ from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import way_of
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
+from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
 from autograd_hacks.graph.roots import fits
 from autograd_hacks.graph.trace import LEAF
@@ -268,13 +268,14 @@ class Reader:
         is_own = any(self.is_own(node) for node, _ in noted.hooks)
         if any(isinstance(label, Several) for label, _ in known.values()) or (is_own and (samples == 1 or not labels)):
             return None
-        rule = rule_for(layer)
         if not labels:
             return Whose(noted.usual_layouts(samples), is_unseen=samples > 1)
-        packed, rows = packed_into(call), None
-        if packed is not None and packed.batch_sizes[0] != samples:  # its rule gives rows of sequences
-            return None
-        if rule is not None and rule.count is not None and rule.count(layer, call.args, call.kwargs) % samples:
+        packed, rows, rule = packed_into(call), None, rule_for(layer)
+        counted = None if rule is None or rule.count is None else rule.count(layer, call.args, call.kwargs)
+        if (packed is not None and packed.batch_sizes[0] != samples) or (counted or 0) % samples:
+            return None  # its rule gives rows of sequences
+        owners = (n for slot, own in labels.items() for n in entries(own, known[slot][1], samples).unique().tolist())
+        if not noted.is_batched and len({*owners, NOBODY}) < 3:  # a sample by itself, where the rule wants an axis
             return None
         # All entries belong to one sample, or there are none, as of an expert that got no samples.
         is_empty = all(0 in shape for _, shape in known.values())
@@ -309,12 +310,12 @@ class Reader:
         apart = [n for n, own in enumerate(labels) if own is not None and layouts[n] is None]
         if not apart:
             return Whose(tuple(layouts))
-        if sum(own is not None for own in labels) > 1:
+        owned = [own for own in labels if own is not None]
+        if owned[1:] and (len({*owned}) > 1 or not isinstance(owned[0], One)):
             behind = [j for j in self.trace.behind([k]) if self.trace.kinds[j] is LEAF]
             found.mixed |= dict.fromkeys(behind, self.trace.kinds[k].name)
-        (n, *_), label = apart, labels[apart[0]]
-        assert label is not None
-        rows = rows_of(label, shapes[n], samples)
+        n, label = apart[0], owned[0]
+        rows = None if owned[1:] else rows_of(label, shapes[n], samples)
         return Whose((), entries(label, shapes[n], samples).clamp(min=0) if rows is None else rows)
 
     @cached_property

@@ -92,23 +92,33 @@ def test_running_statistics_that_have_moved_since(by: str) -> None:
             autograd_hacks.compute_grad1(layer)
 
 
-@pytest.mark.parametrize(
-    ("layer", "x"),
-    [
-        (nn.Embedding(3, 2), torch.tensor(1)),
-        (nn.LayerNorm(3), torch.randn(3)),
-        (nn.RMSNorm((2, 3)), torch.randn(2, 3)),
-        (nn.InstanceNorm1d(2, affine=True), torch.randn(2, 4)),
-        (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4)),
-        (nn.LSTM(2, 3), torch.randn(4, 2)),
-        (nn.GRUCell(2, 3), torch.randn(2)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+# Layers, each with one sample without an axis for the batch.
+SINGLE = [
+    *((nn.Embedding(3, 2), torch.tensor(1)), (nn.LayerNorm(3), torch.randn(3)), (nn.RMSNorm((2, 3)), torch.randn(2, 3))),
+    *((nn.InstanceNorm1d(2, affine=True), torch.randn(2, 4)), (nn.ConvTranspose1d(2, 3, 2), torch.randn(2, 4))),
+    *((nn.Conv2d(2, 3, 2), torch.randn(2, 4, 4)), (nn.Conv3d(2, 3, 2), torch.randn(2, 4, 4, 4))),
+    *((nn.LSTM(2, 3), torch.randn(4, 2)), (nn.GRUCell(2, 3), torch.randn(2)), (nn.Linear(2, 3), torch.randn(2))),
+]
+
+
+@pytest.mark.parametrize(("layer", "x"), SINGLE, ids=lambda value: type(value).__name__)
 def test_unbatched_inputs(layer: nn.Module, x: Tensor) -> None:
     says = r"the model itself \(.*without a batch axis.*x\[None\]"
     losses = lambda out: (out[0] if isinstance(out, tuple) else out).sum()  # noqa: E731
     check_refused(layer, (x,), losses=losses, error=BatchSizeError, match=says)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [*SINGLE, (nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0), torch.randn(4, 2))],
+    ids=lambda value: type(value).__name__,
+)
+def test_samples_one_by_one(layer: nn.Module, x: Tensor) -> None:  # as many as positions, too, and a batch of one
+    model = Bare(
+        lambda m, rows: torch.stack([(y if isinstance(y := m.layer(row), Tensor) else y[0]).flatten() for row in rows]),
+        layer=layer,
+    )
+    check_batches(model, *[torch.stack([(x + x * 0.1 * n).to(x) for n in range(count)]) for count in (4, 3, 1, 4)])
 
 
 def test_unbatched_attention() -> None:
