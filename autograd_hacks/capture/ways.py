@@ -20,7 +20,7 @@ from autograd_hacks.forms.mapped import times
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, rows_of
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
-from autograd_hacks.support.sweep import factor_of, outside_passes
+from autograd_hacks.support.sweep import called_with, factor_of, in_own_pass, outside_passes
 from autograd_hacks.support.trees import overwritten_in
 
 AT_ONCE = 2**20
@@ -60,24 +60,21 @@ class Way(NamedTuple):
             found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
         return found
 
-    def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
-        """The steps, with what they need of nodes that still have it; None if some node has no step.
+    def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise:
+        """The steps, with what they need of nodes that still have it.
 
         kept: gives what a node saves, and notes its tensors"""
-        steps, held = list[Step](), list[tuple[Tensor, int]]()
+        steps, held, made = list[Step](), list[tuple[Tensor, int]](), dict[tuple[int, int], list[Tensor | None]]()
         others = () if self.is_stepwise else dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
         factors = outside_passes(lambda: {k: factor_of(nodes[k]) for k in others}) if others else {}
         for turn, step in zip(self.turns, self.steps):
+            before, make = turn.before, None if step else STEPS.get(turn.before.kind)
             if (factor := factors.get(turn.node)) is not None:
                 step = partial(_multiplied, factor)
-            if step is None:
-                before = turn.before
-                make = STEPS.get(before.kind)
-                step = make and make(replace(before, kept=kept(nodes[turn.node], held)))
-                if step is None:
-                    return None
-            steps.append(step)
-        return Stepwise(self, steps, held)
+            elif make is not None:
+                step = make(replace(before, kept=kept(nodes[turn.node], held)))
+            steps.append(step or partial(_called, nodes[turn.node], before, made))
+        return Stepwise(self, steps, held, any(getattr(step, "func", None) is _called for step in steps))
 
 
 def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
@@ -117,6 +114,14 @@ def _multiplied(factor: Tensor, form: Form) -> Form:
     return Dense(times(rows_of(form).reshape(form.samples, *factor.shape), factor))
 
 
+def _called(node: Node, before: Before, made: dict[tuple[int, int], list[Tensor | None]], form: Form) -> Form:
+    """made: what the node has made of the rows of each output"""
+    at = id(node), before.number
+    if at not in made:
+        made[at] = called_with(node, before.number, rows_of(form))
+    return Dense(made[at][before.place])
+
+
 def _nothing(name: str) -> Any:
     raise LookupError(f"{name}: a node's own numbers are read in each pass")
 
@@ -124,8 +129,9 @@ def _nothing(name: str) -> Any:
 class Stepwise:
     """The way back in steps, each of which makes forms of forms."""
 
-    def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
+    def __init__(self, way: Way, steps: Sequence[Step], held: Held, calls_nodes: bool) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
+        self.calls_nodes = calls_nodes  # so that rows must go back within the pass, where nodes have what they saved
 
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
@@ -135,6 +141,9 @@ class Stepwise:
                 "made of), and rows need the old value. Read them before optimizer.step() and before another forward."
             )
         held = form.samples * form.held_size()
+        if self.calls_nodes:
+            own = in_own_pass(partial(self._back, Dense(form.dense()), parameters.keys()))
+            return {name: _cast(own[name], p.dtype) for name, p in parameters.items()}
         if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
             return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
         return {name: Chained(form, partial(self._pulled, name, p.dtype), p.shape, p) for name, p in parameters.items()}

@@ -180,6 +180,13 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
+def _divided(b: Before) -> Step:
+    other, shape = b.kept("other"), b.shape
+    if b.place:
+        return _slope(b, lambda k: -k("self") / other.square())
+    return lambda form: _summed(Dense(rows_of(form) / other.conj()), shape)  # which may be an integer
+
+
 def _is_inside(kept: Kept) -> Tensor:
     x, low, high = (kept(name) for name in ("self", "min", "max"))
     found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
@@ -221,6 +228,23 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
         if positions * (fan_in + fan_out) > fan_in * fan_out:
             return Dense(other @ form.values)
         return Outer(other.mT.expand(form.samples, positions, fan_in), form.values, gradient=1)
+
+    return put
+
+
+def _layer_normed(b: Before) -> Step:
+    """y = x̂ · weight + bias, where x̂ is x normalised over the last axes S.  Rows come as those of N · T positions."""
+    x, weight, *statistics = (b.kept(name) for name in ("input", "weight", "result1", "result2"))
+    over, shape = x.shape[x.ndim - len(b.kept("normalized_shape")) :], b.shape
+
+    def put(form: Form) -> Form:
+        rows = rows_of(form)
+        if b.place:
+            return _summed(Dense(rows * ((x - statistics[0]) * statistics[1]) if b.place == 1 else rows), shape)
+        given = [own.expand(form.samples, *own.shape).contiguous() for own in (x, *statistics)]
+        asked = [True, False, False]
+        own = torch.ops.aten.native_layer_norm_backward(rows.contiguous(), given[0], over, *given[1:], weight, None, asked)
+        return Dense(own[0])
 
     return put
 
@@ -268,6 +292,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
     "NegBackward0": lambda b: lambda form: Dense(-form.values) if isinstance(form, Dense) else scale(form, -1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
+    "DivBackward0": _divided,
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
@@ -278,6 +303,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,
+    "NativeLayerNormBackward0": _layer_normed,
     "UpsampleLinear1DBackward0": partial(_resized, back=torch.ops.aten.upsample_linear1d_backward),
     "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),
     "UpsampleBicubic2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bicubic2d_backward),

@@ -285,17 +285,23 @@ def factor_of(node: Any) -> Tensor | None:
     return own != 0 if is_kept else own
 
 
-def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
-    """The parameters' rows, by name, from the rows of a value computed from them: row by row through the nodes between.
+def in_own_pass(run: Callable[[], Made]) -> Made:
+    """A function's result in a pass that needs all gradients, which the running one may not."""
+    found = list[Made]()
+    with Switch.paused_here():  # checkpoints run the user's modules
+        outside_passes(partial(as_one_pass, lambda: found.append(run())))
+    return found[0]
 
-    leaves: the parameters' names, by the node at which each ends the graph
-    """
-    found: dict[str, Tensor] = {}
 
-    def arrive(node: Any, passes: list[Grads]) -> None:
-        if node in leaves:
-            like = node.variable
-            found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
+def called_with(node: Any, number: int, rows: Tensor) -> list[Tensor | None]:
+    """For each input of a node that has a graph, its rows, from those of an output.  The node is called for each row."""
+    value, inputs, like = Value(node, number), [Value(*ahead) for ahead in node.next_functions], rows.dtype
+    grads = [[None] * number + [fitted(row, value)] + [None] * (len(made(node)) - number - 1) for row in rows]
+    found = _call(node, grads, True)
 
-    outside_passes(partial(sweep, {value: list(rows)}, arrive))  # a running pass may not need some gradients on the way
-    return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}
+    def own(place: int, to: Value) -> Tensor:
+        given = [None if outs is None else outs[place] for outs in found]
+        x = torch.stack([rows.new_zeros(shape_of(to)) if g is None else fitted(g, to) for g in given])
+        return x.to(like.to_complex() if x.is_complex() else like.to_real())  # as steps expect it, in autocast too
+
+    return [None if to.node is None else own(place, to) for place, to in enumerate(inputs)]
