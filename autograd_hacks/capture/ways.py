@@ -6,7 +6,6 @@ they saved, it becomes steps (`Stepwise`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,7 +71,7 @@ class Way(NamedTuple):
             if (factor := factors.get(turn.node)) is not None:
                 step = partial(_multiplied, factor)
             elif make is not None:
-                step = make(replace(before, kept=kept(nodes[turn.node], held)))
+                step = make(before._replace(kept=kept(nodes[turn.node], held)))
             steps.append(step or partial(_called, nodes[turn.node], before, made))
         return Stepwise(self, steps, held, any(getattr(step, "func", None) is _called for step in steps))
 
@@ -100,7 +99,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
                     is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
-                    steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
+                    steps.append(STEPS[before.kind](before._replace(kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     kinds, most = {turn.before.kind for turn in turns}, max(turn.before.shape.numel() for turn in turns)
@@ -153,7 +152,7 @@ class Stepwise:
         for turn, step in zip(self.way.turns, self.steps):
             if not wanted.isdisjoint(turn.names):
                 own, at = step(found[turn.node, turn.before.number]), (turn.ahead, turn.output)
-                if isinstance(own, Lookup) and turn.ahead not in ends:  # several steps may read the rows
+                if type(own) is Lookup and turn.ahead not in ends:  # several steps may read the rows
                     own = Dense(own.dense())
                 found[at] = add([found[at], own]) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ def test_each_step_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def noted(before: Before, name: str = name, step: Callable[[Before], Any] = step) -> Any:
             read = list[str]()
-            found = step(replace(before, kept=lambda of: read.append(of) or before.kept(of)))
+            found = step(before._replace(kept=lambda of: read.append(of) or before.kept(of)))
             assert name not in KNOWN or set(read) <= set(kind_of(before.kept.args[0]).numbers)  # type: ignore[attr-defined]  # a partial
             asked.add(name)
             return found
