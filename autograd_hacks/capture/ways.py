@@ -19,7 +19,7 @@ from autograd_hacks.forms.mapped import times
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, rows_of
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
-from autograd_hacks.support.sweep import called_with, factor_of, in_own_pass, outside_passes
+from autograd_hacks.support.sweep import as_one_pass, called_with, factor_of, outside_passes
 from autograd_hacks.support.trees import overwritten_in
 
 AT_ONCE = 2**20
@@ -63,7 +63,7 @@ class Way(NamedTuple):
         """The steps, with what they need of nodes that still have it.
 
         kept: gives what a node saves, and notes its tensors"""
-        steps, held, made = list[Step](), list[tuple[Tensor, int]](), dict[tuple[int, int], list[Tensor | None]]()
+        steps, held = list[Step](), list[tuple[Tensor, int]]()
         others = () if self.is_stepwise else dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
         factors = outside_passes(lambda: {k: factor_of(nodes[k]) for k in others}) if others else {}
         for turn, step in zip(self.turns, self.steps):
@@ -72,7 +72,7 @@ class Way(NamedTuple):
                 step = partial(_multiplied, factor)
             elif make is not None:
                 step = make(before._replace(kept=kept(nodes[turn.node], held)))
-            steps.append(step or partial(_called, nodes[turn.node], before, made))
+            steps.append(step or partial(_called, nodes[turn.node], before))
         return Stepwise(self, steps, held, any(getattr(step, "func", None) is _called for step in steps))
 
 
@@ -113,12 +113,8 @@ def _multiplied(factor: Tensor, form: Form) -> Form:
     return Dense(times(rows_of(form).reshape(form.samples, *factor.shape), factor))
 
 
-def _called(node: Node, before: Before, made: dict[tuple[int, int], list[Tensor | None]], form: Form) -> Form:
-    """made: what the node has made of the rows of each output"""
-    at = id(node), before.number
-    if at not in made:
-        made[at] = called_with(node, before.number, rows_of(form))
-    return Dense(made[at][before.place])
+def _called(node: Node, before: Before, form: Form) -> Form:
+    return Dense(called_with(node, before.number, before.place, rows_of(form)))
 
 
 def _nothing(name: str) -> Any:
@@ -140,11 +136,11 @@ class Stepwise:
                 "made of), and rows need the old value. Read them before optimizer.step() and before another forward."
             )
         held = form.samples * form.held_size()
-        if self.calls_nodes:
-            own = in_own_pass(partial(self._back, Dense(form.dense()), parameters.keys()))
-            return {name: _cast(own[name], p.dtype) for name, p in parameters.items()}
-        if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
-            return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
+        if self.calls_nodes or self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
+            back = partial(self._back, form, parameters.keys())
+            # The running pass may not need some gradients on the way.
+            rows = outside_passes(partial(as_one_pass, back)) if self.calls_nodes else back()
+            return {name: _cast(own, parameters[name].dtype) for name, own in rows.items()}
         return {name: Chained(form, partial(self._pulled, name, p.dtype), p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
@@ -163,6 +159,4 @@ class Stepwise:
 
 def _cast(form: Form, dtype: torch.dtype) -> Form:
     """A form in a parameter's dtype."""
-    if form.like.dtype == dtype:
-        return form
     return (Dense(form.dense().real) if form.like.is_complex() and not dtype.is_complex else form).to(dtype)

@@ -47,9 +47,9 @@ def scaled_at_once(forms: Mapping[str, Form | None]) -> dict[str, Tensor]:
         if (x.nbytes < SMALL if (x := form.held[0]).is_cpu else x.is_cuda) and x.is_contiguous()
     }
     rows, factors = [form.held[0] for form in lacking.values()], [form.factor for form in lacking.values()]
-    if len({*factors}) == 1 and {(x.dtype, x.is_cpu) for x in rows} == {(torch.float32, True)}:
-        return dict(zip(lacking, times_each(rows, torch.tensor(factors[0], device="cpu"))))  # each of which takes 1 µs, and 2
-    return dict(zip(lacking, times_each(rows, factors))) if lacking else {}
+    is_one = len({*factors}) == 1 and {(x.dtype, x.is_cpu) for x in rows} == {(torch.float32, True)}
+    given = torch.tensor(factors[0], device="cpu") if is_one else factors  # 1 µs for each, and else 2
+    return dict(zip(lacking, times_each(rows, given))) if lacking else {}
 
 
 def magnitudes(form: Form) -> Form:

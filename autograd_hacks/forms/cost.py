@@ -138,8 +138,7 @@ def _of_windows(windows: Windows) -> float:
     if prod(windows.kernel) == 1 == prod(windows.stride) and not any(windows.padding):  # they are the pixels
         return 0
     costs, run = costs_of(windows.device), windows.kernel[-1] if windows.one_by_one else windows.counts[-1]
-    run = prod(windows.kernel) if run == 1 else run
-    return windows.shape[1:].numel() * (costs.cut + costs.run / run)
+    return windows.shape[1:].numel() * (costs.cut + costs.run / (run if run > 1 else prod(windows.kernel)))
 
 
 def gram_by_positions(

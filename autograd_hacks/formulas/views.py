@@ -53,9 +53,9 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
-    if type(form) is Dense:  # isinstance takes three times as long for abstract classes
-        return Dense(form.values.reshape(form.samples, *shape))
-    return form.viewed(shape) if isinstance(form, Outer) else Dense(rows_of(form).reshape(form.samples, *shape))
+    if type(form) is not Dense and isinstance(form, Outer):  # isinstance takes three times as long for abstract classes
+        return form.viewed(shape)
+    return Dense(rows_of(form).reshape(form.samples, *shape))
 
 
 def rows_of(form: Form) -> Tensor:
@@ -140,9 +140,8 @@ def _looked_up(b: Before) -> Step | None:
 def _indexed(b: Before) -> Step | None:
     """The same by ``table[index]``, such as relative positions."""
     is_select = b.kind == "IndexSelectBackward0"
-    if is_select and b.axis(axes=len(b.shape)):
-        return None
-    found = entry_of([b.kept("index")] if is_select else b.kept("indices"), b.shape)
+    is_later = is_select and b.axis(axes=len(b.shape))
+    found = None if is_later else entry_of([b.kept("index")] if is_select else b.kept("indices"), b.shape)
     if found is None:
         return None
     (index, flat), shape = found, b.shape
@@ -174,10 +173,9 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
 
 
 def _divided(b: Before) -> Step:
-    other, shape = b.kept("other"), b.shape
-    if b.place:
-        return _slope(b, lambda k: -k("self") / other.square())
-    return lambda form: _summed(Dense(rows_of(form) / other.conj()), shape)  # which may be an integer
+    other, shape = b.kept("other"), b.shape  # which may be an integer
+    as_divisor = _slope(b, lambda k: -k("self") / other.square()) if b.place else None
+    return as_divisor or (lambda form: _summed(Dense(rows_of(form) / other.conj()), shape))
 
 
 def _is_inside(kept: Kept) -> Tensor:
@@ -230,8 +228,7 @@ def _layer_normed(b: Before) -> Step:
     x, weight, *statistics = (b.kept(name) for name in ("input", "weight", "result1", "result2"))
     axes, shape = len(b.kept("normalized_shape")), b.shape
     if b.place:
-        factor = (x - statistics[0]) * statistics[1] if b.place == 1 else None
-        return lambda form: _summed(form if factor is None else Dense(rows_of(form) * factor), shape)
+        return _slope(b, lambda k: (x - statistics[0]) * statistics[1]) if b.place == 1 else partial(_summed, shape=shape)
 
     def put(form: Form) -> Form:  # the rows of N samples come as more positions
         given = [own.expand(form.samples, *own.shape).contiguous() for own in (x, *statistics)]
