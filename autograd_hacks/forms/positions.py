@@ -98,7 +98,7 @@ class Windows:
         for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation), start=2):
             whole = x.unfold(axis, (size - 1) * dilation + 1, stride)
             x = whole if dilation == 1 else whole[..., ::dilation]
-        x = x.movedim(1, 1 + n).contiguous().movedim(1 + n, 1) if self.one_by_one else x
+        x = x.movedim(1, 1 + n).contiguous().movedim(1 + n, 1) if self.one_by_one else x  # C comes last in memory, before K
         return x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
 
     def written(self) -> Tensor:

@@ -53,9 +53,7 @@ def transposed(form: Form, dims: tuple[int, int], shape: torch.Size) -> Form:
 
 
 def reshaped(form: Form, shape: torch.Size) -> Form:
-    if type(form) is not Dense and isinstance(form, Outer):  # isinstance takes three times as long for abstract classes
-        return form.viewed(shape)
-    return Dense(rows_of(form).reshape(form.samples, *shape))
+    return form.viewed(shape) if isinstance(form, Outer) else Dense(rows_of(form).reshape(form.samples, *shape))
 
 
 def rows_of(form: Form) -> Tensor:
@@ -147,8 +145,7 @@ def _indexed(b: Before) -> Step | None:
     (index, flat), shape = found, b.shape
 
     def put(form: Form) -> Form:
-        at = index.to(form.like.device).expand(form.samples, *index.shape)
-        own = lookup(at, rows_of(form), flat)
+        own = lookup(index.to(form.like.device).expand(form.samples, *index.shape), rows_of(form), flat)
         return own if flat == shape else reshaped(own, shape)
 
     return put
@@ -172,16 +169,13 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
-def _divided(b: Before) -> Step:
-    other, shape = b.kept("other"), b.shape  # which may be an integer
-    as_divisor = _slope(b, lambda k: -k("self") / other.square()) if b.place else None
-    return as_divisor or (lambda form: _summed(Dense(rows_of(form) / other.conj()), shape))
+def _divided(form: Form, divisor: Tensor, shape: torch.Size) -> Form:
+    return _summed(Dense(rows_of(form) / divisor), shape)  # which may be an integer
 
 
 def _is_inside(kept: Kept) -> Tensor:
     x, low, high = (kept(name) for name in ("self", "min", "max"))
-    found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
-    return found
+    return torch.logical_and(x >= (-inf if low is None else low), x <= (inf if high is None else high))
 
 
 def _softplus(kept: Kept) -> Tensor:
@@ -231,9 +225,9 @@ def _layer_normed(b: Before) -> Step:
         return _slope(b, lambda k: (x - statistics[0]) * statistics[1]) if b.place == 1 else partial(_summed, shape=shape)
 
     def put(form: Form) -> Form:  # the rows of N samples come as more positions
-        given = [own.expand(form.samples, *own.shape).contiguous() for own in (x, *statistics)]
-        more = x.shape[x.ndim - axes :], *given[1:], weight, None, [True, False, False]
-        return Dense(torch.ops.aten.native_layer_norm_backward(rows_of(form).contiguous(), given[0], *more)[0])
+        y, *more = (own.expand(form.samples, *own.shape).contiguous() for own in (x, *statistics))
+        given = y, x.shape[x.ndim - axes :], *more, weight, None, [True, False, False]
+        return Dense(torch.ops.aten.native_layer_norm_backward(rows_of(form).contiguous(), *given)[0])
 
     return put
 
@@ -281,7 +275,11 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
     "NegBackward0": lambda b: lambda form: Dense(-form.values) if isinstance(form, Dense) else scale(form, -1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
-    "DivBackward0": _divided,
+    "DivBackward0": lambda b: (
+        _slope(b, lambda k: -k("self") / k("other").square())
+        if b.place
+        else partial(_divided, divisor=b.kept("other").conj(), shape=b.shape)
+    ),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),

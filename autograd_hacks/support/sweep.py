@@ -76,8 +76,7 @@ def _add(brought: dict[Node, Grads], value: Value, grad: Tensor | None) -> None:
     """Adds a gradient to those that have arrived at a value, as the engine does."""
     if grad is not None:
         own, grad = brought.setdefault(value.node, [None] * max(1, len(made(value.node)))), fitted(grad, value)
-        before = own[value.number]
-        own[value.number] = grad if before is None else before + grad
+        own[value.number] = grad if (before := own[value.number]) is None else before + grad
 
 
 def fitted(grad: Tensor, value: Value) -> Tensor:
