@@ -21,7 +21,7 @@ from autograd_hacks.probe.documents import check_told
 from autograd_hacks.support.graph import Value, dtype_of, kept_by, made
 from autograd_hacks.support.layout import POSITIONS, Layout
 from autograd_hacks.support.parts import undivided
-from autograd_hacks.support.sweep import by_node, carried_back
+from autograd_hacks.support.sweep import by_node
 from autograd_hacks.support.trees import Versions, holds_numbers, version_of, versions_among
 
 
@@ -194,21 +194,19 @@ class NodeUse(Use):
                 if (way := value.way) is not None:
                     ahead = way.nodes(node.next_functions[value.place][0])  # type: ignore[arg-type]  # it has a graph
                     dtypes |= {made(ahead[0])[way.output].dtype} | {x.dtype for k in way.computing for x in made(ahead[k])}
-                    if self._way(value, way, ahead) is None:
-                        leaves = {self.edges[name].node: name for name in value.names}
-                        rows = carried_back(Value(ahead[0], way.output), form.dense(), leaves)
-                        found[value.place] = {name: Dense(own) for name, own in rows.items()}
+                    if (back := self._way(way, ahead)).calls_nodes:
+                        found[value.place] = back.rows(form, {name: self.edges[name].parameter for name in value.names})
         forms = [own for form in found.values() for own in (form.values() if type(form) is dict else [form])]
         held = [x.detach() if x.requires_grad else x for form in forms for x in form.held]  # it may lead back to the node
         self.versions, self.precision = [*zip(held, versions_among(*held))], _coarsest(dtypes)
         return found
 
-    def _way(self, value: ValueUse, way: Way, nodes: Sequence[Node]) -> Stepwise | None:
-        """The way back from a value, made when a pass first arrives; None if some node has no step.  nodes: those between"""
+    def _way(self, way: Way, nodes: Sequence[Node]) -> Stepwise:
+        """The way back from a value, made when a pass first arrives.  nodes: those between"""
         found = self.within.ways.get(id(way))
         if found is None or (torch.is_grad_enabled() and not found.is_live):
             found = way.bound(nodes, self._kept)
-            self.within.ways |= {} if found is None else {id(way): found}
+            self.within.ways |= {} if found.calls_nodes else {id(way): found}
         return found
 
     def _kept(self, node: Node, held: Held | None = None) -> Kept:

@@ -6,7 +6,6 @@ they saved, it becomes steps (`Stepwise`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from autograd_hacks.forms.mapped import times
 from autograd_hacks.formulas.met import Kept
 from autograd_hacks.formulas.views import KNOWN, STEPS, VIEWS, Before, Step, rows_of
 from autograd_hacks.support.graph import Leaf, Value, inputs_of, kept_by, shape_of
-from autograd_hacks.support.sweep import factor_of, outside_passes
+from autograd_hacks.support.sweep import as_one_pass, called_with, factor_of, outside_passes
 from autograd_hacks.support.trees import overwritten_in
 
 AT_ONCE = 2**20
@@ -60,24 +59,21 @@ class Way(NamedTuple):
             found[turn.ahead] = found[turn.node].next_functions[turn.before.place][0]
         return found
 
-    def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise | None:
-        """The steps, with what they need of nodes that still have it; None if some node has no step.
+    def bound(self, nodes: Sequence[Any], kept: Callable[[Node, Held], Kept]) -> Stepwise:
+        """The steps, with what they need of nodes that still have it.
 
         kept: gives what a node saves, and notes its tensors"""
         steps, held = list[Step](), list[tuple[Tensor, int]]()
         others = () if self.is_stepwise else dict.fromkeys(turn.node for turn in self.turns if turn.before.kind not in STEPS)
         factors = outside_passes(lambda: {k: factor_of(nodes[k]) for k in others}) if others else {}
         for turn, step in zip(self.turns, self.steps):
+            before, make = turn.before, None if step else STEPS.get(turn.before.kind)
             if (factor := factors.get(turn.node)) is not None:
                 step = partial(_multiplied, factor)
-            if step is None:
-                before = turn.before
-                make = STEPS.get(before.kind)
-                step = make and make(replace(before, kept=kept(nodes[turn.node], held)))
-                if step is None:
-                    return None
-            steps.append(step)
-        return Stepwise(self, steps, held)
+            elif make is not None:
+                step = make(before._replace(kept=kept(nodes[turn.node], held)))
+            steps.append(step or partial(_called, nodes[turn.node], before))
+        return Stepwise(self, steps, held, any(getattr(step, "func", None) is _called for step in steps))
 
 
 def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
@@ -103,7 +99,7 @@ def way_of(value: Value, leaves: Mapping[Node, str]) -> Way:
                     outputs.setdefault(ahead, {})[n] = None
                     before = Before(_nothing, node.name(), out, place, shape_of(Value(node, out)), given)
                     is_known = before.kind in KNOWN  # so that what the node saves is the same in each equal graph
-                    steps.append(STEPS[before.kind](replace(before, kept=partial(kept_by, node))) if is_known else None)
+                    steps.append(STEPS[before.kind](before._replace(kept=partial(kept_by, node))) if is_known else None)
                     turns.append(_Turn(number[node], number[ahead], n, names[ahead], before))
     ends = {name: number[leaf] for leaf, name in leaves.items() if leaf in number}
     kinds, most = {turn.before.kind for turn in turns}, max(turn.before.shape.numel() for turn in turns)
@@ -117,6 +113,10 @@ def _multiplied(factor: Tensor, form: Form) -> Form:
     return Dense(times(rows_of(form).reshape(form.samples, *factor.shape), factor))
 
 
+def _called(node: Node, before: Before, form: Form) -> Form:
+    return Dense(called_with(node, before.number, before.place, rows_of(form)))
+
+
 def _nothing(name: str) -> Any:
     raise LookupError(f"{name}: a node's own numbers are read in each pass")
 
@@ -124,8 +124,9 @@ def _nothing(name: str) -> Any:
 class Stepwise:
     """The way back in steps, each of which makes forms of forms."""
 
-    def __init__(self, way: Way, steps: Sequence[Step], held: Held) -> None:
+    def __init__(self, way: Way, steps: Sequence[Step], held: Held, calls_nodes: bool) -> None:
         self.way, self.steps, self.held, self.is_live = way, steps, held, torch.is_grad_enabled()
+        self.calls_nodes = calls_nodes  # so that rows must go back within the pass, where nodes have what they saved
 
     def rows(self, form: Form, parameters: Mapping[str, Tensor]) -> Mapping[str, Form]:
         """The parameters' forms, by name.  form: the value's"""
@@ -135,8 +136,11 @@ class Stepwise:
                 "made of), and rows need the old value. Read them before optimizer.step() and before another forward."
             )
         held = form.samples * form.held_size()
-        if self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
-            return {name: _cast(own, parameters[name].dtype) for name, own in self._back(form, parameters.keys()).items()}
+        if self.calls_nodes or self.way.is_straight or form.samples * self.way.most <= max(AT_ONCE, held):
+            back = partial(self._back, form, parameters.keys())
+            # The running pass may not need some gradients on the way.
+            rows = outside_passes(partial(as_one_pass, back)) if self.calls_nodes else back()
+            return {name: _cast(own, parameters[name].dtype) for name, own in rows.items()}
         return {name: Chained(form, partial(self._pulled, name, p.dtype), p.shape, p) for name, p in parameters.items()}
 
     def _back(self, form: Form, names: Iterable[str]) -> dict[str, Form]:
@@ -144,7 +148,7 @@ class Stepwise:
         for turn, step in zip(self.way.turns, self.steps):
             if not wanted.isdisjoint(turn.names):
                 own, at = step(found[turn.node, turn.before.number]), (turn.ahead, turn.output)
-                if isinstance(own, Lookup) and turn.ahead not in ends:  # several steps may read the rows
+                if type(own) is Lookup and turn.ahead not in ends:  # several steps may read the rows
                     own = Dense(own.dense())
                 found[at] = add([found[at], own]) if at in found else own
         return {name: found[self.way.ends[name], 0] for name in names}
@@ -155,6 +159,4 @@ class Stepwise:
 
 def _cast(form: Form, dtype: torch.dtype) -> Form:
     """A form in a parameter's dtype."""
-    if form.like.dtype == dtype:
-        return form
     return (Dense(form.dense().real) if form.like.is_complex() and not dtype.is_complex else form).to(dtype)

@@ -128,7 +128,7 @@ def way_of_convolution(windows: Windows, fan_out: int, groups: int = 1) -> tuple
         )
     # Without blocks of channels there is no fast kernel, and the slow one cuts windows itself.
     is_blocked = torch.backends.mkldnn.is_available() and x.shape[1] // groups % 8 == 0 == fan_out // groups % 8
-    moved = costs.write * row + costs.shift * others if is_blocked else 5 * costs.cut * numbers
+    moved = costs.write * row + costs.shift * others if is_blocked else 5 * costs.cut * numbers + costs.read * row
     by_kernel = row * (costs.kernel * positions + costs.write) + moved + costs.matrix
     return by_windows <= by_kernel, min(by_windows, by_kernel)
 
@@ -137,8 +137,8 @@ def _of_windows(windows: Windows) -> float:
     """The cost of cutting a sample's windows."""
     if prod(windows.kernel) == 1 == prod(windows.stride) and not any(windows.padding):  # they are the pixels
         return 0
-    costs, run = costs_of(windows.device), windows.counts[-1] if windows.counts[-1] > 1 else prod(windows.kernel)
-    return windows.shape[1:].numel() * (costs.cut + costs.run / run)
+    costs, run = costs_of(windows.device), windows.kernel[-1] if windows.one_by_one else windows.counts[-1]
+    return windows.shape[1:].numel() * (costs.cut + costs.run / (run if run > 1 else prod(windows.kernel)))
 
 
 def gram_by_positions(

@@ -3,9 +3,9 @@
 The rows are linear in what a use gave them, so a step is a view, a sum, an index or a product with what the node saves."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,24 +20,15 @@ from autograd_hacks.support.graph import signed
 Step = Callable[[Form], Form]
 
 
-@dataclass(slots=True)
-class Before:
-    """A way through a node between a parameter and a use.
+class Before(NamedTuple):
+    """A way through a node between a parameter and a use.  Steps must not hold it, since what it asks is the node."""
 
-    kept: what the node saves, by name
-    kind: its name
-    number: of the output whose rows are known
-    place: of the input whose rows are wanted
-    made: the output's shape
-    given: the inputs' shapes; None for an input without a graph
-    """
-
-    kept: Kept
-    kind: str
-    number: int
-    place: int
-    made: torch.Size
-    given: Sequence[torch.Size | None]
+    kept: Kept  # what the node saves, by name
+    kind: str  # its name
+    number: int  # of the output whose rows are known
+    place: int  # of the input whose rows are wanted
+    made: torch.Size  # the output's shape
+    given: Sequence[torch.Size | None]  # the inputs' shapes; None for an input without a graph
 
     @property
     def shape(self) -> torch.Size:
@@ -67,7 +58,7 @@ def reshaped(form: Form, shape: torch.Size) -> Form:
 
 def rows_of(form: Form) -> Tensor:
     """The rows, which may be the form's own memory."""
-    return form.values if isinstance(form, Dense) else form.dense()
+    return form.values if type(form) is Dense else form.dense()
 
 
 def _summed(form: Form, shape: torch.Size) -> Form:
@@ -147,16 +138,14 @@ def _looked_up(b: Before) -> Step | None:
 def _indexed(b: Before) -> Step | None:
     """The same by ``table[index]``, such as relative positions."""
     is_select = b.kind == "IndexSelectBackward0"
-    if is_select and b.axis(axes=len(b.shape)):
-        return None
-    found = entry_of([b.kept("index")] if is_select else b.kept("indices"), b.shape)
+    is_later = is_select and b.axis(axes=len(b.shape))
+    found = None if is_later else entry_of([b.kept("index")] if is_select else b.kept("indices"), b.shape)
     if found is None:
         return None
     (index, flat), shape = found, b.shape
 
     def put(form: Form) -> Form:
-        at = index.to(form.like.device).expand(form.samples, *index.shape)
-        own = lookup(at, rows_of(form), flat)
+        own = lookup(index.to(form.like.device).expand(form.samples, *index.shape), rows_of(form), flat)
         return own if flat == shape else reshaped(own, shape)
 
     return put
@@ -180,10 +169,13 @@ def _slope(b: Before, of: Callable[[Kept], Tensor]) -> Step:
     return partial(_times, factor=of(b.kept).conj(), shape=b.shape)
 
 
+def _divided(form: Form, divisor: Tensor, shape: torch.Size) -> Form:
+    return _summed(Dense(rows_of(form) / divisor), shape)  # which may be an integer
+
+
 def _is_inside(kept: Kept) -> Tensor:
     x, low, high = (kept(name) for name in ("self", "min", "max"))
-    found: Tensor = (x >= (-inf if low is None else low)) & (x <= (inf if high is None else high))
-    return found
+    return torch.logical_and(x >= (-inf if low is None else low), x <= (inf if high is None else high))
 
 
 def _softplus(kept: Kept) -> Tensor:
@@ -195,11 +187,11 @@ def _softplus(kept: Kept) -> Tensor:
 def _normed(b: Before) -> Step:
     """y = g v / |v|, with a norm for each entry of one axis."""
     v, g, norm = (b.kept(name) for name in ("v", "g", "result1"))
-    unit, over = v / norm, [d + 1 for d in range(v.ndim) if d != b.axis()]
+    unit, over, place = v / norm, [d + 1 for d in range(v.ndim) if d != b.axis()], b.place
 
     def put(form: Form) -> Form:
         along = (rows_of(form) * unit).sum(over, keepdim=True)
-        return Dense(along if b.place else (rows_of(form) - along * unit) * (g / norm))
+        return Dense(along if place else (rows_of(form) - along * unit) * (g / norm))
 
     return put
 
@@ -221,6 +213,21 @@ def _matrices(b: Before, names: Sequence[str], first: int) -> Step:
         if positions * (fan_in + fan_out) > fan_in * fan_out:
             return Dense(other @ form.values)
         return Outer(other.mT.expand(form.samples, positions, fan_in), form.values, gradient=1)
+
+    return put
+
+
+def _layer_normed(b: Before) -> Step:
+    """y = x̂ · weight + bias, where x̂ is x normalised over its last axes."""
+    x, weight, *statistics = (b.kept(name) for name in ("input", "weight", "result1", "result2"))
+    axes, shape = len(b.kept("normalized_shape")), b.shape
+    if b.place:
+        return _slope(b, lambda k: (x - statistics[0]) * statistics[1]) if b.place == 1 else partial(_summed, shape=shape)
+
+    def put(form: Form) -> Form:  # the rows of N samples come as more positions
+        y, *more = (own.expand(form.samples, *own.shape).contiguous() for own in (x, *statistics))
+        given = y, x.shape[x.ndim - axes :], *more, weight, None, [True, False, False]
+        return Dense(torch.ops.aten.native_layer_norm_backward(rows_of(form).contiguous(), *given)[0])
 
     return put
 
@@ -268,6 +275,11 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     **dict.fromkeys(("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1"), _added),
     "NegBackward0": lambda b: lambda form: Dense(-form.values) if isinstance(form, Dense) else scale(form, -1.0),
     "MulBackward0": lambda b: _slope(b, lambda k: k("self" if b.place else "other")),
+    "DivBackward0": lambda b: (
+        _slope(b, lambda k: -k("self") / k("other").square())
+        if b.place
+        else partial(_divided, divisor=b.kept("other").conj(), shape=b.shape)
+    ),
     "ExpBackward0": partial(_slope, of=lambda k: k("result")),
     "SigmoidBackward0": partial(_slope, of=lambda k: k("result") * (1 - k("result"))),
     "MmBackward0": partial(_matrices, names=("self", "mat2"), first=0),
@@ -278,6 +290,7 @@ STEPS: dict[str, Callable[[Before], Step | None]] = {
     "TanhBackward0": partial(_slope, of=lambda k: 1 - k("result").square()),
     "ClampBackward1": partial(_slope, of=_is_inside),
     "WeightNormInterfaceBackward0": _normed,
+    "NativeLayerNormBackward0": _layer_normed,
     "UpsampleLinear1DBackward0": partial(_resized, back=torch.ops.aten.upsample_linear1d_backward),
     "UpsampleBilinear2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bilinear2d_backward),
     "UpsampleBicubic2DBackward0": partial(_resized, back=torch.ops.aten.upsample_bicubic2d_backward),

@@ -320,7 +320,7 @@ def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, s
     draws = torch.Generator().manual_seed(samples)
     # Powers of two: multiplying by them does not change what rounding leaves of a zero.
     w = 2.0 ** (torch.randperm(samples, generator=draws, device="cpu") % 8 - 4)
-    given: dict[Value, list[Tensor | None]] = {}
+    given: dict[Value, Tensor] = {}
     grads: list[Tensor | None] = [None] * noted.call.slots
     for node, hook in noted.hooks:
         layout, like = place.layouts[hook.slot], made(node)[hook.number]
@@ -329,12 +329,12 @@ def _compared(ran: Ran, noted: Noted, place: Whose, samples: int) -> dict[str, s
         g = torch.randn(like.shape, generator=draws, dtype=like.dtype, device="cpu").to(like.device).reshape(hook.shape)
         each = w[place.labels].view(-1, *[1] * (g.ndim - 1)).to(g) if layout is None else layout.over(g, w.to(g))
         grads[hook.slot] = g
-        given[Value(node, hook.number)] = [(each * g).reshape(tuple(like.shape))]
+        given[Value(node, hook.number)] = (each * g).reshape(tuple(like.shape))
     leaves, arrived = {edge.node: name for name, edge in noted.call.edges.items()}, dict[str, Tensor]()
 
-    def arrive(node: Node, passes: list[Grads]) -> None:
-        if node in leaves and passes[0][0] is not None:
-            arrived[leaves[node]] = passes[0][0].detach()
+    def arrive(node: Node, at: Grads) -> None:
+        if node in leaves and at[0] is not None:
+            arrived[leaves[node]] = at[0].detach()
 
     with torch.no_grad(), without_autocast(ran.outputs):
         sweep(given, arrive, noted.inputs)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -39,58 +38,45 @@ Grads = list[Tensor | None]
 """The gradients that one pass brings to a node, by the number of the node's output."""
 
 
-def sweep(
-    given: Mapping[Value, Sequence[Tensor | None]],
-    arrive: Callable[[Node, list[Grads]], None],
-    ends: Collection[Node] = (),
-) -> None:
-    """Brings the gradients of several passes down to the leaves, all passes at once.
+def sweep(given: Mapping[Value, Tensor], arrive: Callable[[Node, Grads], None], ends: Collection[Node] = ()) -> None:
+    """Brings gradients down to the leaves.
 
-    given: by value, the gradients with which each pass begins
-    arrive: called for each node before the node runs, with the gradients of each pass
+    given: by value, the gradient with which the pass begins
+    arrive: called for each node before the node runs, with its gradients
     ends: nodes that are not called
     """
 
     def run() -> None:
         nodes = nodes_behind([value.node for value in given], frozenset(ends))
         left = Counter(ahead for node in nodes if node not in ends for ahead, _ in node.next_functions)  # the edges to it
-        brought: dict[Node, list[Grads]] = {}
-        for value, grads in given.items():
-            _add(brought, value, grads)
+        brought: dict[Node, Grads] = {}
+        for value, grad in given.items():
+            _add(brought, value, grad)
         ready = [node for node in dict.fromkeys(value.node for value in given) if not left[node]]
         while ready:
             node = ready.pop()
-            passes = brought.pop(node, None)
-            if passes is not None:
-                arrive(node, passes)
+            grads = brought.pop(node, None)
+            if grads is not None:
+                arrive(node, grads)
             if type(node) is Leaf or node in ends:
                 continue
-            found = None if passes is None else _call(node, passes, len(passes) > 1)
+            (found,) = [None] if grads is None else _call(node, [grads], False)
             for place, (ahead, number) in enumerate(node.next_functions):
                 if ahead is None:
                     continue
-                if found is not None:
-                    grads = [None if outs is None else outs[place] for outs in found]
-                    if any(grad is not None for grad in grads):
-                        _add(brought, Value(ahead, number), grads)
+                _add(brought, Value(ahead, number), None if found is None else found[place])
                 left[ahead] -= 1
                 if not left[ahead]:
                     ready.append(ahead)
 
-    with Switch.paused_here():  # checkpoints run the user's modules
-        as_one_pass(run)
+    as_one_pass(run)
 
 
-def _add(brought: dict[Node, list[Grads]], value: Value, grads: Sequence[Tensor | None]) -> None:
-    """Adds gradients to those that have arrived at a value, as the engine does."""
-    passes = brought.get(value.node)
-    if passes is None:
-        passes = brought[value.node] = [[None] * max(1, len(made(value.node))) for _ in grads]
-    for own, grad in zip(passes, grads):
-        if grad is not None:
-            before = own[value.number]
-            grad = fitted(grad, value)
-            own[value.number] = grad if before is None else before + grad
+def _add(brought: dict[Node, Grads], value: Value, grad: Tensor | None) -> None:
+    """Adds a gradient to those that have arrived at a value, as the engine does."""
+    if grad is not None:
+        own, grad = brought.setdefault(value.node, [None] * max(1, len(made(value.node)))), fitted(grad, value)
+        own[value.number] = grad if (before := own[value.number]) is None else before + grad
 
 
 def fitted(grad: Tensor, value: Value) -> Tensor:
@@ -169,22 +155,22 @@ def _call(node: Any, passes: Sequence[Grads], several: bool) -> Sequence[Sequenc
     return outside_passes(run) if node.name().startswith("torch::autograd::") else run()
 
 
-def as_one_pass(run: Callable[[], None]) -> None:
-    """Runs a function inside a backward pass.  There, checkpoints recompute only once what they return several times."""
+def as_one_pass(run: Callable[[], Made]) -> Made:
+    """A function's result inside a backward pass.  There, checkpoints recompute only once what they return several times."""
+    found, makes_graph = list[Made](), torch.is_grad_enabled()
+
+    def begin(_: object = None) -> None:
+        with torch.set_grad_enabled(makes_graph), Switch.paused_here():  # checkpoints run the user's modules
+            found.append(run())
+
     if current_task() != NO_TASK:
-        run()
-        return
-    makes_graph = torch.is_grad_enabled()
-
-    def begin(_: object) -> None:
-        with torch.set_grad_enabled(makes_graph):
-            run()
-
-    with torch.enable_grad():
-        root = torch.zeros((), device="cpu", requires_grad=True).clone()
-    assert root.grad_fn is not None
-    own_hook(root.grad_fn.register_prehook(begin))
-    root.backward()
+        begin()
+    else:
+        with torch.enable_grad():
+            root = torch.zeros((), device="cpu", requires_grad=True).clone()
+        own_hook(root.grad_fn.register_prehook(begin))  # type: ignore[union-attr]  # it has a graph
+        root.backward()
+    return found[0]
 
 
 def outside_passes(run: Callable[[], Made]) -> Made:
@@ -281,17 +267,10 @@ def factor_of(node: Any) -> Tensor | None:
     return own != 0 if is_kept else own
 
 
-def carried_back(value: Value, rows: Tensor, leaves: Mapping[Any, str]) -> dict[str, Tensor]:
-    """The parameters' rows, by name, from the rows of a value computed from them: row by row through the nodes between.
-
-    leaves: the parameters' names, by the node at which each ends the graph
-    """
-    found: dict[str, Tensor] = {}
-
-    def arrive(node: Any, passes: list[Grads]) -> None:
-        if node in leaves:
-            like = node.variable
-            found[leaves[node]] = torch.stack([torch.zeros_like(like) if own is None else own for (own,) in passes])
-
-    outside_passes(partial(sweep, {value: list(rows)}, arrive))  # a running pass may not need some gradients on the way
-    return {name: found.get(name, rows.new_zeros(len(rows), *leaf.variable.shape)) for leaf, name in leaves.items()}
+def called_with(node: Any, number: int, place: int, rows: Tensor) -> Tensor:
+    """The rows of an input of a node, from those of an output.  The node is called for each row."""
+    value, to, like = Value(node, number), Value(*node.next_functions[place]), rows.dtype
+    grads = [[None] * number + [fitted(row, value)] + [None] * (len(made(node)) - number - 1) for row in rows]
+    found = [None if outs is None else outs[place] for outs in _call(node, grads, True)]
+    x = torch.stack([rows.new_zeros(shape_of(to)) if g is None else fitted(g, to) for g in found])
+    return x.to(like.to_complex() if x.is_complex() else like.to_real())  # as steps expect it, in autocast too

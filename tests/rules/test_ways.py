@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +67,9 @@ MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "at once": lambda a, b: (
         a.cumsum(0) + torch.matrix_exp(b[:, :4]).sum(1, keepdim=True) + (a[:4, :4].clone() / 9).inverse()[:1, :1]
     ),
-    "normed": lambda a, b: torch._weight_norm(a, b[:, :1], 0) - torch._weight_norm(a, b[:1], 1),
+    "normed": lambda a, b: torch._weight_norm(a, b[:, :1], 0) - torch._weight_norm(a, b[:1], 1) / b[0],
+    "layer norm": lambda a, b: F.layer_norm(a.view(2, 2, 6), (2, 6), b[:2], b[2:]) + F.layer_norm(a[:2, None], (6,)),
+    "several outputs": lambda a, b: sum(torch.linalg.qr(a[:, :4].clone())),
     "one by one": lambda a, b: a.relu() / b.exp() + 1 / a.exp()[0] * b.tanh(),
     "products": lambda a, b: a @ b.T @ torch.ones(4, 3).double() + a @ torch.ones(6, 1).double(),
     "a layer": lambda a, b: torch.addmm(b[:, 0], a, b.T, beta=2, alpha=3) + F.linear(b, a[:3], b[0, :3])[:, :1],
@@ -119,7 +120,7 @@ def test_each_step_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def noted(before: Before, name: str = name, step: Callable[[Before], Any] = step) -> Any:
             read = list[str]()
-            found = step(replace(before, kept=lambda of: read.append(of) or before.kept(of)))
+            found = step(before._replace(kept=lambda of: read.append(of) or before.kept(of)))
             assert name not in KNOWN or set(read) <= set(kind_of(before.kept.args[0]).numbers)  # type: ignore[attr-defined]  # a partial
             asked.add(name)
             return found

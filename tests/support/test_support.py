@@ -24,7 +24,7 @@ def test_no_gradient_is_brought_through_a_reentrant_checkpoint() -> None:
     w = torch.randn(3, requires_grad=True)
     made = checkpoint(torch.tanh, w, use_reentrant=True)
     with pytest.raises(UnseenGradient, match="use_reentrant=False"):
-        sweep({Value(made.grad_fn, 0): [torch.ones(3)]}, lambda node, passes: None)
+        sweep({Value(made.grad_fn, 0): torch.ones(3)}, lambda node, grads: None)
     assert w.grad is None
 
 
