@@ -116,7 +116,7 @@ def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
         reading.leave()
     except Unshown:
         return True
-    return reading.is_kept or bool(tape.read_of_arguments())
+    return reading.is_kept or bool(tape.reads())
 
 
 @dataclass

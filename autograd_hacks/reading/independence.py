@@ -29,6 +29,7 @@ from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numb
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, SEEDED, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.reading.answers import changing, following
 from autograd_hacks.reading.reader import label_of
 from autograd_hacks.reading.replaced import Runs, alone_among
 from autograd_hacks.support.copies import Copy
@@ -75,7 +76,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if _is_divided(tape, ran):
         within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
         return True
-    if kind.is_independent and (how := kind.tapes.how(tape)):
+    if kind.is_independent and (how := kind.tapes.how(tape)) and not _tried(recorder, ran, samples):
         kind.shown = how
         return True
     _check_opaque(tape)
@@ -110,7 +111,7 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
     drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
     drawn = (entry for entry in drawn if (SEEDED, True) not in (entry.kwargs or ()))
     is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
-    return not is_odd and not within.kind.tapes.are_like(tape)
+    return not is_odd and not any(within.kind.tapes.like(tape))
 
 
 def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
@@ -161,8 +162,11 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         return False
     is_packed = within.counted_at is not None
     sites = _sites(tape, is_packed)
-    # What Python reads may decide what comes later, of each new tape.
-    unknown = (sites - tapes.sites) | tape.read_of_arguments() | tape.untold
+    answers = tape.answers()  # they may decide what comes later
+    unknown = (sites - tapes.sites) | {*tape.reads().values()} | tape.untold
+    if answers and all(site[0] == READ_BY_PYTHON for site in unknown):
+        tape.tried = _tried(recorder, ran, samples)
+        unknown = unknown if tape.tried != [] or not any(tapes.like(tape, answers)) else set()
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
@@ -180,11 +184,18 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     tapes.sites |= sites
     within.unknown, within.kind.shown, within.kind.is_independent = (
         Unknown(),
-        BY_VALUES if read or is_packed else BY_LABELS,
+        BY_RUNS if answers else BY_VALUES if read or is_packed else BY_LABELS,
         True,
     )
     tapes.add(tape, read, within.kind.shown, samples)
     return True
+
+
+def _tried(recorder: Recorder, ran: Ran, samples: int) -> list[torch.Tensor] | None:
+    """Which samples runs must keep, see `changing`."""
+    is_odd = ran.within.counted_at is not None or recorder.kinds.replace is not None
+    assert recorder.tape is not None
+    return None if is_odd or ran.known is None else changing(recorder.tape, ran.within, ran.known.batch, samples)
 
 
 def _packed(recorder: Recorder, within: Within) -> dict[int, frozenset[int]]:
@@ -280,8 +291,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
     within, kind, tape = ran.within, ran.within.kind, recorder.tape
-    every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples)
-    if not has_processes():
+    every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples, None if tape is None else tape.tried)
+    is_new = tape is None or tape.tried is None or not any(kind.tapes.like(tape, tape.answers()))
+    if is_new and not has_processes():
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
     unknown = within.unknown
     is_met = unknown.meets and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
@@ -305,16 +317,17 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         kind.shown = BY_RUNS
 
 
-def _runs_for(kinds: set[str], samples: int) -> tuple[list[torch.Tensor], int]:
+def _runs_for(kinds: set[str], samples: int, tried: list[torch.Tensor] | None) -> tuple[list[torch.Tensor], int]:
     """Which samples each run keeps, and in how many of the runs rows are compared, which take a backward pass.
 
-    kinds: of what no law shows, where laws show all else"""
+    kinds: of what no law shows, where laws show all else    tried: see `Tape`"""
     half = torch.arange(samples, device="cpu") % 2 == 0
     every = kept_samples(samples, torch.Generator().manual_seed(samples))
     if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):  # they change gradients
         return every, len(every)
     # If all follows from values that Python reads, gradients are apart, and two runs change these.
-    return [half, ~half] if kinds == {READ_BY_PYTHON} else every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
+    every = ([half, ~half] if tried is None else tried) if kinds == {READ_BY_PYTHON} else every
+    return every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
 
 
 def _changes_something(
@@ -329,7 +342,8 @@ def _changes_something(
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
     by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
-    has_changed, rounds = False, parts is not None or any(by_values)
+    is_read = recorder.tape is not None and recorder.tape.tried is not None  # other answers may choose other kernels
+    has_changed, rounds = not every, parts is not None or is_read or any(by_values)
     for turn, kept in enumerate(every, 1):
         by_list = within.counted_at is not None
         given = batch.replaced(within.axis, kept, turn, by_list) if parts is None else alone_among(parts, kept, arguments)
@@ -348,8 +362,12 @@ def _changes_something(
             unshown = f" By the laws of operations {why}." if (why := within.unknown.why) else ""
             _note_mixing(within, f"{what} changed for samples that were kept while others were {others}.{unshown}", slots)
             return True
+    if (tape := recorder.tape) is not None and tape.tried is not None:
+        what, slots = following(runs, arguments, reference, tape)
+        if what:
+            _note_mixing(within, what, slots)
     # If all samples are equal, replacing them shows nothing.
-    kind.is_independent |= has_changed
+    kind.is_independent |= has_changed and not within.mixing
     return has_changed
 
 

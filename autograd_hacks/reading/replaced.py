@@ -27,6 +27,7 @@ from autograd_hacks.support.trees import tensors_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NUMBERS = (bool, int, float, str)
+_NOTHING = nullcontext()
 
 
 class Seen(NamedTuple):
@@ -82,11 +83,11 @@ class Runs:
     makes_loss: bool
     are_parts: bool = False  # whether runs have some samples alone, and not other samples instead of some
 
-    def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
-        """kept: the samples that there are, if not all"""
+    def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None, around: Any = _NOTHING) -> Seen:
+        """kept: the samples that there are, if not all    around: a context in which the copy runs"""
         own, rows = self.copy.again(arguments), dict[str, Tensor]()
         model = own.model
-        with ABOVE.alone(model), own.running(), _Undrawn(own.draws, kept is not None) if self.are_parts else nullcontext():
+        with ABOVE.alone(model), own.running(), _Undrawn(own.draws, kept is not None) if self.are_parts else around:
             for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
                 # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
                 if p.numel() and not is_part(p) and not p.detach().any():
