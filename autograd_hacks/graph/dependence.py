@@ -54,7 +54,7 @@ from autograd_hacks.graph.tape_laws import (
     likely,
     operation,
 )
-from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
+from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in, numbers_of
 
 MOST = 2**24
 """The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
@@ -186,6 +186,9 @@ class _Reading:
         for k in reversed(range(len(self.tape.entries))):
             self.at = k
             self._backwards(self.tape.entries[k])
+            if not self.tape.placed.isdisjoint(n for n, *_ in self.tape.entries[k].outputs):
+                self.tape.placed.update(numbers_of(self.tape.entries[k]))
+        self.read |= self.tape.placed & self.tape.values.keys()
         self.at = self.lost
         self._check_arguments()
         if self.axes is None or self.is_ragged:
@@ -334,15 +337,16 @@ class _Reading:
         ins = self._ins(entry, own)
         if not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins))):
             found += zip(ins, self._through(entry, own, ins, labels))
+        is_lost = self.lost is None and not any(isinstance(label, Several) for label in labels)
         for at, label in found:
             if at is not None and self._is_reached(at):
                 self._add(at, label)
-                if (
-                    self.lost is None
-                    and isinstance(self._label(at), Several)
-                    and not any(isinstance(label, Several) for label in labels)
-                ):
-                    self.lost = self.at
+                self.lost = self.at if is_lost and isinstance(self._label(at), Several) else self.lost
+            elif at is not None and isinstance(label, Owned):
+                shape, strides = self.shapes[at], self.strides[at]
+                self.tape.placed |= (
+                    {at} if any(shape[d] > 1 and strides[d : d + 1] != (0,) for d in varying(label)) else set()
+                )
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""

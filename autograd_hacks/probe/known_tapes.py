@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Tapes:
         sources = {n: s._replace(kind=CONSTANT) if s.kind == OUTSIDE else s for n, s in tape.sources.items()}
         values = {n: x.detach().clone() for n in read if (x := tape.value(n)) is not None}
         answers, sites, told = tape.answers(), frozenset(tape.sites), frozenset(tape.told)
-        shown = _Shown(tape.entries, sources, sites, values, how, samples, answers, told)
+        shown = _Shown(tape.entries, sources, sites, values, how, samples, answers, told, tape.placed & values.keys())
         self._known = [*self._known[1 - MOST :], shown]
 
     def forget(self, tape: Tape) -> None:
@@ -81,16 +81,25 @@ class _Shown(NamedTuple):
     samples: int  # N
     answers: Mapping[int, Any]  # what Python read of what may depend on arguments
     told: frozenset[Site]  # where outputs were compared with those of other answers
+    placed: Collection[int]  # of the values, those of which each sample meets the part at its place
 
     def is_of(self, tape: Tape) -> bool:
-        given = ((x, tape.value(n)) for n, x in self.values.items())
         is_same = self.entries == tape.entries and self.sources == tape.sources and self.sites == tape.sites
-        return is_same and all(own is not None and torch.equal(x, own) for x, own in given)
+        return is_same and self._has_values(tape, self.values)
+
+    def _has_values(self, tape: Tape, numbers: Iterable[int]) -> bool:
+        given = ((self.values[n], tape.value(n)) for n in numbers)
+        return all(own is not None and torch.equal(x, own) for x, own in given)
 
     def is_like(self, tape: Tape) -> bool:
-        """Whether a tape has the same operations and numbers, except for sizes."""
+        """Whether a tape has the same operations, numbers and values at places of samples, except for sizes."""
         mine, others = ({n: own[1::3] for n, own in x.sources.items() if own.kind == NAMED} for x in (self, tape))
-        if len(self.entries) != len(tape.entries) or self.sources.keys() != tape.sources.keys() or mine != others:
+        if (
+            len(self.entries) != len(tape.entries)
+            or self.sources.keys() != tape.sources.keys()
+            or mine != others
+            or not self._has_values(tape, self.placed)
+        ):
             return False
         arguments = ((own.shape, tape.sources[n].shape) for n, own in self.sources.items() if n in tape.arguments)
         sizes = {pair for x, y in arguments for pair in (*zip(x, y), (prod(x), prod(y)))}

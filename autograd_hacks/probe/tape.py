@@ -86,6 +86,9 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.items: dict[int, Any] = {}  # by number of operation, what Python read, or what a loss is divided by
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
+        self.placed: set[int] = (
+            set()
+        )  # tensors without samples of which each sample meets the part at its place, and their makers
         self.refused: Exception | None = None
         self.goes_on = False  # whether a refused forward goes on, until all processes know of it
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them

@@ -24,7 +24,8 @@ from autograd_hacks.support.trees import is_packed
 MOST = 2048
 """For how many operations it is tried if single samples change answers."""
 _OTHERS: dict[str, Callable[[Any], Any]] = {
-    "all": lambda _: False, "any": lambda _: True, **dict.fromkeys(("max", "amax", "sum"), lambda x: x + 1),
+    **dict.fromkeys(("all", "equal", "allclose"), lambda _: False), "any": lambda _: True,
+    **dict.fromkeys(("max", "amax", "sum"), lambda x: x + 1),
     **dict.fromkeys(("min", "amin"), lambda x: x - 1),
 }  # fmt: skip
 """By the operation that made it: another answer, whatever the samples are, if one more is there."""
@@ -109,12 +110,13 @@ class _Otherwise(TorchDispatchMode):
         self.sites, self.answered, self.made = sites, dict[Site, Any](), list[tuple[Tensor, Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        if (other := _OTHERS.get(func.overloadpacket.__name__)) is not None and isinstance(out, Tensor) and out.numel() == 1:
-            self.made.append((out, other))
+        out, own = func(*args, **kwargs or {}), _OTHERS.get(func.overloadpacket.__name__)
+        if isinstance(out, Tensor):
+            self.made += [(out, own)] if own is not None and out.numel() == 1 else []
         elif type(out) in (bool, int) and (site := (READ_BY_PYTHON, place())) in self.sites:
-            for other in (other for x, other in self.made if x is args[0] and other(out) != out):
-                out = self.answered[site] = other(out)
+            others = [own] if own is not None else [other for x, other in self.made if x is args[0]]
+            self.answered.update((site, other(out)) for other in others if other(out) != out)
+            return self.answered.get(site, out)
         return out
 
 
