@@ -31,7 +31,7 @@ from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, SEEDED, Site, Tape, numbers_in, numbers_of
 from autograd_hacks.reading.answers import changing, following
 from autograd_hacks.reading.reader import label_of
-from autograd_hacks.reading.replaced import Runs, alone_among
+from autograd_hacks.reading.replaced import Arguments, Runs, Seen, alone_among
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
 from autograd_hacks.support.internals import made
@@ -122,23 +122,21 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
     # An odd number less, or one more.
     usual = samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
     count = within.kind.tapes.other_than(samples) or usual
-    runs = Runs(recorder, within, copy, samples, False, are_parts=True)
     donors = _moved(samples).repeat(count // samples + 1)[:count]
-    kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
-    part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
         given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), donors=donors)
-        first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
+        first, other = _both(recorder, copy, within, samples, (batch.arguments(), given or batch.arguments()))
     except ProbeFailed:  # the model takes batches of this size only
         return
+    eps = max(first.eps, other.eps)
     is_told = False  # equal samples, such as zeros, may look the same at all places
     for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-        at = runs.layout(slot, x.shape)
+        at = within.outputs[slot] if slot < len(within.outputs) else likeliest(x.shape, samples, range(x.ndim))
         if at is not None and at.fits(y, count):
             is_told |= bool((at.samples_first(x, samples) != at.samples_first(x, samples)[:1]).any())
             x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)
             most = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True)
-            slack = most * (0.1 if x.is_cuda else part)  # TF32
+            slack = most * (0.1 if x.is_cuda and eps > 1e-10 else min(1e4 * eps, 0.1))  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
                 within.kind.tapes.forget(tape)
@@ -146,6 +144,16 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
                 return
     if not is_told:
         within.kind.tapes.forget(tape)
+
+
+def _both(recorder: Recorder, copy: Copy, within: Within, samples: int, both: Sequence[Arguments]) -> list[Seen]:
+    """Runs with batches of two sizes, in double precision where the model computes in it: other kernels round otherwise."""
+    runs = Runs(recorder, within, copy, samples, False, are_parts=True, is_precise=True)
+    try:
+        return [runs.run(own, with_rows=False) for own in both]
+    except Exception:  # not all models compute in it, or have the memory
+        runs.is_precise = False
+        return [runs.run(own, with_rows=False) for own in both]
 
 
 def _moved(samples: int) -> Tensor:
