@@ -21,7 +21,6 @@ from torch import Tensor
 
 from autograd_hacks.graph.axes import axis
 from autograd_hacks.graph.label import (
-    ALONE,
     MIXED,
     NOBODY,
     At,
@@ -34,7 +33,6 @@ from autograd_hacks.graph.label import (
     ascends,
     entries,
     joined,
-    linked,
     narrowed,
     scattered,
     tidied,
@@ -58,7 +56,6 @@ from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, num
 
 MOST = 2**24
 """The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
-_SELECT: Any = torch.ops.aten.select.int
 _SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
 
 
@@ -142,10 +139,7 @@ class _Reading:
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
-        self.chosen: dict[int, int] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
-        for k, entry in enumerate(tape.entries):
-            if entry.func is _SELECT and type(x := tape.items.get(k - 1)) is int and x == entry.args[2]:
-                self.chosen[entry.outputs[0][0]] = next(numbers_in(tape.entries[k - 1].args))
+        for entry in tape.entries:
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
             self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
@@ -225,7 +219,7 @@ class _Reading:
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
-            reaches = any(self._is_reached(n) for n in [*there, self.chosen.get(next(iter(numbers), 0), 0)])
+            reaches = any(map(self._is_reached, there))
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
                     raise Unshown(f"{entry.func._schema.name} writes into its arguments")
@@ -327,9 +321,6 @@ class _Reading:
         numbers = [n for n, *_ in entry.outputs]
         labels = [self._label(n) if n else None for n in numbers]
         found: list[tuple[int | None, Label]] = []
-        if (n := self.chosen.get(next(iter(numbers), 0))) is not None:
-            shape, label = self.shapes[n], labels[0]
-            found.append((n, linked(label, [ALONE] * len(shape), shape) if isinstance(label, Owned) else label))
         is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autograd_hacks.capture.kinds import Within
+from autograd_hacks.capture.ran import Ran
+from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import ProbeFailed
-from autograd_hacks.probe.batch import Batch
 from autograd_hacks.probe.tape import NAMED, READ_BY_PYTHON, Site, Tape, numbers_of, place
 from autograd_hacks.reading.replaced import Arguments, Runs, Seen
 from autograd_hacks.support.internals import tree_leaves
@@ -31,28 +31,25 @@ _OTHERS: dict[str, Callable[[Any], Any]] = {
 """By the operation that made it: another answer, whatever the samples are, if one more is there."""
 
 
-def changing(tape: Tape, within: Within, batch: Batch, samples: int) -> list[Tensor] | None:
+def changing(recorder: Recorder, ran: Ran, samples: int) -> list[Tensor] | None:
     """The samples that runs must keep so that Python reads something else; none if outputs were compared with those of other
     answers before, or no samples of this batch give others.  None if the tape alone doesn't say it."""
-    reads, told = tape.reads(), tape.told
-    told.clear()
-    for own in within.kind.tapes.like(tape, tape.answers()) if reads else ():
-        told |= own.told
-        if told.issuperset(reads.values()):
-            break
-    if told.issuperset(reads.values()):
-        return []
-    part, now, found = _makers(tape, reads), [*tape.answers().values()], list[Tensor]()
-    if not part:
+    tape, within = recorder.tape, ran.within
+    if tape is None or ran.known is None or within.counted_at is not None or recorder.kinds.replace is not None:
         return None
+    batch, reads, found = ran.known.batch, tape.reads(), list[Tensor]()
+    alike, told, now = within.kind.tapes.like(tape, tape.answers()), set[Site](), [*tape.answers().values()]
+    while not told.issuperset(reads.values()) and (own := next(alike, None)) is not None:
+        told |= own.told
+    tape.told = told
+    if told.issuperset(reads.values()) or not (part := _makers(tape, reads)):
+        return [] if told.issuperset(reads.values()) else None
 
     def others(kept: Tensor) -> list[Any]:
         given = batch.replaced(within.axis, kept, len(found) + 1) if kept.any() else None
         return now if given is None else _answers(tape, part, tree_leaves(given, is_packed))
 
     try:
-        if _answers(tape, part, batch.leaves) != now:
-            return None
         half, single = torch.arange(samples, device="cpu") % 2 == 0, torch.eye(samples, dtype=torch.bool, device="cpu")
         alone = [*map(others, single)] if len(part) * samples <= MOST else [now] * samples
         more, less = (torch.tensor([compare(own, now) for own in alone], device="cpu") for compare in (gt, lt))
@@ -61,9 +58,9 @@ def changing(tape: Tape, within: Within, batch: Batch, samples: int) -> list[Ten
             if sites and not (found and kept.sum() == 1):
                 found.append(kept)
                 told |= sites
+        return found if _answers(tape, part, batch.leaves) == now else None
     except Exception:  # of an operation that doesn't run alone, or of arguments that can't be replaced
         return None
-    return found
 
 
 def _makers(tape: Tape, reads: Collection[int]) -> list[int]:

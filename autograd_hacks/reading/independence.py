@@ -76,7 +76,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if _is_divided(tape, ran):
         within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
         return True
-    if kind.is_independent and (how := kind.tapes.how(tape)) and not _tried(recorder, ran, samples):
+    if kind.is_independent and (how := kind.tapes.how(tape)) and not changing(recorder, ran, samples):
         kind.shown = how
         return True
     _check_opaque(tape)
@@ -173,7 +173,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     answers = tape.answers()  # they may decide what comes later
     unknown = (sites - tapes.sites) | {*tape.reads().values()} | tape.untold
     if answers and all(site[0] == READ_BY_PYTHON for site in unknown):
-        tape.tried = _tried(recorder, ran, samples)
+        tape.tried = changing(recorder, ran, samples)
         unknown = unknown if tape.tried != [] or not any(tapes.like(tape, answers)) else set()
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
@@ -197,13 +197,6 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     )
     tapes.add(tape, read, within.kind.shown, samples)
     return True
-
-
-def _tried(recorder: Recorder, ran: Ran, samples: int) -> list[torch.Tensor] | None:
-    """Which samples runs must keep, see `changing`."""
-    is_odd = ran.within.counted_at is not None or recorder.kinds.replace is not None
-    assert recorder.tape is not None
-    return None if is_odd or ran.known is None else changing(recorder.tape, ran.within, ran.known.batch, samples)
 
 
 def _packed(recorder: Recorder, within: Within) -> dict[int, frozenset[int]]:
@@ -329,11 +322,11 @@ def _runs_for(kinds: set[str], samples: int, tried: list[torch.Tensor] | None) -
     """Which samples each run keeps, and in how many of the runs rows are compared, which take a backward pass.
 
     kinds: of what no law shows, where laws show all else    tried: see `Tape`"""
-    half = torch.arange(samples, device="cpu") % 2 == 0
     every = kept_samples(samples, torch.Generator().manual_seed(samples))
     if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):  # they change gradients
         return every, len(every)
     # If all follows from values that Python reads, gradients are apart, and two runs change these.
+    half = torch.arange(samples, device="cpu") % 2 == 0
     every = ([half, ~half] if tried is None else tried) if kinds == {READ_BY_PYTHON} else every
     return every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
 
