@@ -131,7 +131,7 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
     eps = max(first.eps, other.eps)
     is_told = False  # equal samples, such as zeros, may look the same at all places
     for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-        at = within.outputs[slot] if slot < len(within.outputs) else likeliest(x.shape, samples, range(x.ndim))
+        at = dict(enumerate(within.outputs)).get(slot) or likeliest(x.shape, samples, range(x.ndim))
         if at is not None and at.fits(y, count):
             is_told |= bool((at.samples_first(x, samples) != at.samples_first(x, samples)[:1]).any())
             x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)

@@ -126,10 +126,7 @@ def test_what_functions_have_kept_is_refused_in_the_second_step(hold: Callable[[
 
 
 def test_methods_of_tensors_that_others_replaced_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mine(x: Tensor) -> Any:
-        return own(x)
-
-    own = Tensor.tolist
+    own, mine = Tensor.tolist, lambda x: own(x)
     monkeypatch.setattr(Tensor, "tolist", mine)
     assert accepted(Program(lambda _, h: h)) == 8
     assert vars(Tensor)["tolist"] is mine
