@@ -46,9 +46,9 @@ class Tapes:
         return (own for own in known if own.is_like(tape))
 
     def other_than(self, samples: int) -> int:
-        """The last number of several samples that differs by an odd number; 0 if there was none."""
-        known = (own.samples for own in reversed(self._known) if own.samples > 1)
-        return next((other for other in known if (other - samples) % 2), 0)
+        """The last number of several samples that differs by an odd number; else an odd number less, or one more."""
+        usual = samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
+        return next((x.samples for x in reversed(self._known) if x.samples > 1 and (x.samples - samples) % 2), usual)
 
     def latest(self) -> Sequence[Entry]:
         """The entries of the tape that was met last."""

@@ -108,9 +108,12 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
     is_odd = batch is None or batch.has_lists(samples) or any(map(is_packed, batch.leaves))
     if is_odd or recorder.kinds.replace is not None or within.counted_at is not None or _losses(ran):
         return False
-    drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
-    drawn = (entry for entry in drawn if (SEEDED, True) not in (entry.kwargs or ()))
-    is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
+    free = (
+        own
+        for own in tape.entries
+        if torch.Tag.nondeterministic_seeded in own.func.tags and (SEEDED, True) not in (own.kwargs or ())
+    )
+    is_odd = any(not kind.is_floating_point for entry in free for *_, kind in entry.outputs)  # they are others then
     return not is_odd and not any(within.kind.tapes.like(tape))
 
 
@@ -119,9 +122,7 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
 
     Other sizes may have other kernels, so differences that rounding may leave are none."""
     within = ran.within
-    # An odd number less, or one more.
-    usual = samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
-    count = within.kind.tapes.other_than(samples) or usual
+    count = within.kind.tapes.other_than(samples)
     donors = _moved(samples).repeat(count // samples + 1)[:count]
     try:
         given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), donors=donors)
@@ -170,11 +171,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         return False
     is_packed = within.counted_at is not None
     sites = _sites(tape, is_packed)
-    answers = tape.answers()  # they may decide what comes later
-    unknown = (sites - tapes.sites) | {*tape.reads().values()} | tape.untold
-    if answers and all(site[0] == READ_BY_PYTHON for site in unknown):
-        tape.tried = changing(recorder, ran, samples)
-        unknown = unknown if tape.tried != [] or not any(tapes.like(tape, answers)) else set()
+    unknown = (sites - tapes.sites) | {*tape.reads().values()} | tape.untold  # what Python reads may decide what comes later
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
@@ -186,6 +183,9 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     except Unshown as why:
         within.unknown = Unknown(str(why), why.at, why.meet)
         return False
+    if (answers := tape.answers()) and all(site[0] == READ_BY_PYTHON for site in unknown):
+        tape.tried = changing(recorder, ran, samples)
+        unknown = unknown if tape.tried != [] or not any(tapes.like(tape, answers)) else set()
     if unknown:
         within.unknown = Unknown(_said(min(unknown, key=str)), sites=unknown)
         return False
@@ -313,6 +313,7 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         kind.tapes.sites |= _sites(tape, within.counted_at is not None)
         for x in tape.outside:
             kind.tapes.constants[x] = True
+        tape.placed |= set() if unknown.sites else tape.values.keys()  # no law has said which they are
         # Wrappers give the memory of parts back when the forward has ended.
         kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS, samples)
         kind.shown = BY_RUNS
@@ -345,9 +346,9 @@ def _changes_something(
     by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
     is_read = recorder.tape is not None and recorder.tape.tried is not None  # other answers may choose other kernels
     has_changed, rounds = not every, parts is not None or is_read or any(by_values)
+    is_list = within.counted_at is not None
     for turn, kept in enumerate(every, 1):
-        by_list = within.counted_at is not None
-        given = batch.replaced(within.axis, kept, turn, by_list) if parts is None else alone_among(parts, kept, arguments)
+        given = batch.replaced(within.axis, kept, turn, is_list) if parts is None else alone_among(parts, kept, arguments)
         if given is None:
             continue
         has_changed = True

@@ -161,7 +161,6 @@ def test_what_keeps_samples_apart_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_batches_of_other_sizes_need_no_further_check(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
-    """Also if Python reads whether all are masked, which other samples don't change."""
     checks, own = list[Any](), ABOVE.show
     monkeypatch.setattr(ABOVE, "show", lambda *given: [checks.append(given), own(*given)][-1])
     masked = lambda own, h: h.relu() if (h > 0).all() else h.relu() * (h > 0)  # noqa: E731
