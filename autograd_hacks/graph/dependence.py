@@ -21,7 +21,6 @@ from torch import Tensor
 
 from autograd_hacks.graph.axes import axis
 from autograd_hacks.graph.label import (
-    ALONE,
     MIXED,
     NOBODY,
     At,
@@ -34,7 +33,6 @@ from autograd_hacks.graph.label import (
     ascends,
     entries,
     joined,
-    linked,
     narrowed,
     scattered,
     tidied,
@@ -54,11 +52,10 @@ from autograd_hacks.graph.tape_laws import (
     likely,
     operation,
 )
-from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in
+from autograd_hacks.probe.tape import ARGUMENT, FRESH, OUTSIDE, Entry, Tape, numbers_in, numbers_of
 
 MOST = 2**24
 """The largest number of entries of memory that is followed entry by entry, where parts of it are written."""
-_SELECT: Any = torch.ops.aten.select.int
 _SEVERAL = -2  # in memory: an entry that reaches outputs of several samples
 
 
@@ -116,7 +113,7 @@ def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
         reading.leave()
     except Unshown:
         return True
-    return reading.is_kept or bool(tape.read_of_arguments())
+    return reading.is_kept or bool(tape.reads())
 
 
 @dataclass
@@ -142,10 +139,7 @@ class _Reading:
         self.tape, self.axes, self.samples, self.packed = tape, axes, samples, packed
         self.shapes = {n: tuple(source.shape) for n, source in tape.sources.items()}
         self.strides = {n: source.strides for n, source in tape.sources.items()}
-        self.chosen: dict[int, int] = {}  # of x[i], where i is a tensor that Python reads: by number, that of i
-        for k, entry in enumerate(tape.entries):
-            if entry.func is _SELECT and type(x := tape.items.get(k - 1)) is int and x == entry.args[2]:
-                self.chosen[entry.outputs[0][0]] = next(numbers_in(tape.entries[k - 1].args))
+        for entry in tape.entries:
             self.shapes.update((n, tuple(shape)) for n, shape, *_ in entry.outputs)
             self.strides.update((n, strides) for n, _, strides, _ in entry.outputs)
         self.labels: dict[int, Label] = {}
@@ -186,6 +180,9 @@ class _Reading:
         for k in reversed(range(len(self.tape.entries))):
             self.at = k
             self._backwards(self.tape.entries[k])
+            if not self.tape.placed.isdisjoint(n for n, *_ in self.tape.entries[k].outputs):
+                self.tape.placed.update(numbers_of(self.tape.entries[k]))
+        self.read |= self.tape.placed & self.tape.values.keys()
         self.at = self.lost
         self._check_arguments()
         if self.axes is None or self.is_ragged:
@@ -222,7 +219,7 @@ class _Reading:
             given = self._given(entry, own)
             if own.name.endswith("batch_norm") and given.get("training") is True and given.get("running_mean") is not None:
                 raise Unshown(f"{own.name} writes what buffers keep of samples")
-            reaches = any(self._is_reached(n) for n in [*there, self.chosen.get(next(iter(numbers), 0), 0)])
+            reaches = any(map(self._is_reached, there))
             if own.written:
                 if own.written != [own.arguments[0]] or not numbers:
                     raise Unshown(f"{entry.func._schema.name} writes into its arguments")
@@ -324,9 +321,6 @@ class _Reading:
         numbers = [n for n, *_ in entry.outputs]
         labels = [self._label(n) if n else None for n in numbers]
         found: list[tuple[int | None, Label]] = []
-        if (n := self.chosen.get(next(iter(numbers), 0))) is not None:
-            shape, label = self.shapes[n], labels[0]
-            found.append((n, linked(label, [ALONE] * len(shape), shape) if isinstance(label, Owned) else label))
         is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
@@ -334,15 +328,16 @@ class _Reading:
         ins = self._ins(entry, own)
         if not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins))):
             found += zip(ins, self._through(entry, own, ins, labels))
+        is_lost = self.lost is None and not any(isinstance(label, Several) for label in labels)
         for at, label in found:
             if at is not None and self._is_reached(at):
                 self._add(at, label)
-                if (
-                    self.lost is None
-                    and isinstance(self._label(at), Several)
-                    and not any(isinstance(label, Several) for label in labels)
-                ):
-                    self.lost = self.at
+                self.lost = self.at if is_lost and isinstance(self._label(at), Several) else self.lost
+            elif at is not None and isinstance(label, Owned):
+                shape, strides = self.shapes[at], self.strides[at]
+                self.tape.placed |= (
+                    {at} if any(shape[d] > 1 and strides[d : d + 1] != (0,) for d in varying(label)) else set()
+                )
 
     def _through(self, entry: Entry, own: Operation, ins: Sequence[int | None], labels: Sequence[Label]) -> Sequence[Label]:
         """The labels of an operation's tensors, from those of its results."""

@@ -82,10 +82,13 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.entries: list[Entry] = []
         self.sources: dict[int, Source] = {}
         self.sites: set[Site] = set()  # what no law shows
-        self._read_by_python: list[tuple[Entry, Site]] = []
+        self._read_by_python: list[tuple[int, Site]] = []  # by number of operation
         self.items: dict[int, Any] = {}  # by number of operation, what Python read, or what a loss is divided by
         self.outside: list[Tensor] = []  # tensors of unknown origin
         self.values: dict[int, Tensor] = {}  # tensors without samples whose values may decide which samples meet
+        self.placed: set[int] = (
+            set()
+        )  # tensors without samples of which each sample meets the part at its place, and their makers
         self.refused: Exception | None = None
         self.goes_on = False  # whether a refused forward goes on, until all processes know of it
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
@@ -93,6 +96,8 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.is_paused = False  # while hooks of this library run
         self.has_backwards = False  # whether its sites have what a backward pass will run
         self.is_to_count = False  # whether it must be tried if the forward does something else for other numbers of samples
+        self.told: set[Site] = set()  # where outputs were compared with those of other answers to Python
+        self.tried: list[Tensor] | None = None  # the samples that runs must keep for such answers; None if that isn't known
         self.untold: set[Site] = set()  # of that, what can't be called alone, so that no forward is known by it
         self.model, self._constants, self._from_before = model, constants, from_before
         self.lines: list[tuple[str, int]] | None = None  # of the user's code, for each operation, if they are asked
@@ -178,7 +183,7 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         if not noted and kind != _SILENT and not func._schema.is_mutable:
             self.items[at] = out
             self.sites.add(site := (READ_BY_PYTHON, place()))
-            self._read_by_python.append((entry, site))
+            self._read_by_python.append((at, site))
         return out
 
     def _noted(self, x: Any) -> Any:
@@ -282,10 +287,14 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 found.update(given if entry.func._schema.is_mutable else ())
         return found
 
-    def read_of_arguments(self) -> set[Site]:
-        """Where Python read what may depend on arguments.  What follows in Python is on no tape."""
+    def reads(self) -> dict[int, Site]:
+        """Where Python read what may depend on arguments, by number of operation.  What follows in Python is on no tape."""
         found = self.reached() if self._read_by_python else set[int]()
-        return {site for entry, site in self._read_by_python if not found.isdisjoint(numbers_of(entry))}
+        return {k: site for k, site in self._read_by_python if not found.isdisjoint(numbers_of(self.entries[k]))}
+
+    def answers(self) -> dict[int, Any]:
+        """What it read there."""
+        return {k: self.items[k] for k in self.reads()}
 
     def kept(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of some tensors that the forward made of its arguments."""

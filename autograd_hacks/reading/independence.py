@@ -29,8 +29,9 @@ from autograd_hacks.graph.places import NUMBER, is_ragged, look_like_sizes, numb
 from autograd_hacks.graph.tape_laws import REGISTERED, Unshown, operation
 from autograd_hacks.probe.batch import Batch, kept_samples
 from autograd_hacks.probe.tape import MIXING, READ_BY_PYTHON, SEEDED, Site, Tape, numbers_in, numbers_of
+from autograd_hacks.reading.answers import changing, following
 from autograd_hacks.reading.reader import label_of
-from autograd_hacks.reading.replaced import Runs, alone_among
+from autograd_hacks.reading.replaced import Arguments, Runs, Seen, alone_among
 from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.graph import Leaf, is_recomputed, is_users
 from autograd_hacks.support.internals import made
@@ -75,7 +76,7 @@ def is_shown(recorder: Recorder, ran: Ran) -> bool:
     if _is_divided(tape, ran):
         within.mixing, within.mixed_outputs = DIVIDED, tuple(range(ran.count))  # of this batch, not of this kind of forward
         return True
-    if kind.is_independent and (how := kind.tapes.how(tape)):
+    if kind.is_independent and (how := kind.tapes.how(tape)) and not changing(recorder, ran, samples):
         kind.shown = how
         return True
     _check_opaque(tape)
@@ -107,10 +108,13 @@ def _is_to_count(recorder: Recorder, tape: Tape, ran: Ran) -> bool:
     is_odd = batch is None or batch.has_lists(samples) or any(map(is_packed, batch.leaves))
     if is_odd or recorder.kinds.replace is not None or within.counted_at is not None or _losses(ran):
         return False
-    drawn = (entry for entry in tape.entries if torch.Tag.nondeterministic_seeded in entry.func.tags)
-    drawn = (entry for entry in drawn if (SEEDED, True) not in (entry.kwargs or ()))
-    is_odd = any(not kind.is_floating_point for entry in drawn for *_, kind in entry.outputs)  # they are others then
-    return not is_odd and not within.kind.tapes.are_like(tape)
+    free = (
+        own
+        for own in tape.entries
+        if torch.Tag.nondeterministic_seeded in own.func.tags and (SEEDED, True) not in (own.kwargs or ())
+    )
+    is_odd = any(not kind.is_floating_point for entry in free for *_, kind in entry.outputs)  # they are others then
+    return not is_odd and not any(within.kind.tapes.like(tape))
 
 
 def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, samples: int) -> None:
@@ -118,26 +122,22 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
 
     Other sizes may have other kernels, so differences that rounding may leave are none."""
     within = ran.within
-    # An odd number less, or one more.
-    usual = samples // 2 + (samples - samples // 2 + 1) % 2 if samples > 4 else samples + 1
-    count = within.kind.tapes.other_than(samples) or usual
-    runs = Runs(recorder, within, copy, samples, False, are_parts=True)
+    count = within.kind.tapes.other_than(samples)
     donors = _moved(samples).repeat(count // samples + 1)[:count]
-    kinds = {kind for entry in tape.entries for *_, kind in entry.outputs if kind is not None and kind.is_floating_point}
-    part = min(1e4 * max([torch.finfo(kind).eps for kind in kinds], default=0), 0.1)
     try:
         given = batch.replaced(within.axis, torch.ones(samples, dtype=torch.bool, device="cpu"), donors=donors)
-        first, other = (runs.run(own, with_rows=False) for own in (batch.arguments(), given or batch.arguments()))
+        first, other = _both(recorder, copy, within, samples, (batch.arguments(), given or batch.arguments()))
     except ProbeFailed:  # the model takes batches of this size only
         return
+    eps = max(first.eps, other.eps)
     is_told = False  # equal samples, such as zeros, may look the same at all places
     for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-        at = runs.layout(slot, x.shape)
+        at = dict(enumerate(within.outputs)).get(slot) or likeliest(x.shape, samples, range(x.ndim))
         if at is not None and at.fits(y, count):
             is_told |= bool((at.samples_first(x, samples) != at.samples_first(x, samples)[:1]).any())
             x, y = at.samples_first(x, samples)[donors.to(x.device)], at.samples_first(y, count)
             most = (x if x.is_complex() else x.float()).abs().nan_to_num(posinf=0).amax(0, keepdim=True)
-            slack = most * (0.1 if x.is_cuda else part)  # TF32
+            slack = most * (0.1 if x.is_cuda and eps > 1e-10 else min(1e4 * eps, 0.1))  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
                 within.kind.tapes.forget(tape)
@@ -145,6 +145,16 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
                 return
     if not is_told:
         within.kind.tapes.forget(tape)
+
+
+def _both(recorder: Recorder, copy: Copy, within: Within, samples: int, both: Sequence[Arguments]) -> list[Seen]:
+    """Runs with batches of two sizes, in double precision where the model computes in it: other kernels round otherwise."""
+    runs = Runs(recorder, within, copy, samples, False, are_parts=True, is_precise=True)
+    try:
+        return [runs.run(own, with_rows=False) for own in both]
+    except Exception:  # not all models compute in it, or have the memory
+        runs.is_precise = False
+        return [runs.run(own, with_rows=False) for own in both]
 
 
 def _moved(samples: int) -> Tensor:
@@ -161,8 +171,7 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
         return False
     is_packed = within.counted_at is not None
     sites = _sites(tape, is_packed)
-    # What Python reads may decide what comes later, of each new tape.
-    unknown = (sites - tapes.sites) | tape.read_of_arguments() | tape.untold
+    unknown = (sites - tapes.sites) | {*tape.reads().values()} | tape.untold  # what Python reads may decide what comes later
     if is_packed and not tapes and not look_like_sizes(numbers(tape), tape.sizes()):
         unknown -= numbers(tape)  # later forwards have other sizes, and must have these numbers
     axes = None if is_packed else ran.known.batch.axes_of_samples(within.axis, samples)
@@ -174,13 +183,16 @@ def _is_by_tape(recorder: Recorder, ran: Ran, samples: int) -> bool:
     except Unshown as why:
         within.unknown = Unknown(str(why), why.at, why.meet)
         return False
+    if (answers := tape.answers()) and all(site[0] == READ_BY_PYTHON for site in unknown):
+        tape.tried = changing(recorder, ran, samples)
+        unknown = unknown if tape.tried != [] or not any(tapes.like(tape, answers)) else set()
     if unknown:
         within.unknown = Unknown(_said(min(unknown, key=str)), sites=unknown)
         return False
     tapes.sites |= sites
     within.unknown, within.kind.shown, within.kind.is_independent = (
         Unknown(),
-        BY_VALUES if read or is_packed else BY_LABELS,
+        BY_RUNS if answers else BY_VALUES if read or is_packed else BY_LABELS,
         True,
     )
     tapes.add(tape, read, within.kind.shown, samples)
@@ -280,8 +292,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
 
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
     within, kind, tape = ran.within, ran.within.kind, recorder.tape
-    every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples)
-    if not has_processes():
+    every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples, None if tape is None else tape.tried)
+    is_new = tape is None or tape.tried is None or not any(kind.tapes.like(tape, tape.answers()))
+    if is_new and not has_processes():
         _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
     unknown = within.unknown
     is_met = unknown.meets and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
@@ -300,21 +313,23 @@ def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) 
         kind.tapes.sites |= _sites(tape, within.counted_at is not None)
         for x in tape.outside:
             kind.tapes.constants[x] = True
+        tape.placed |= set() if unknown.sites else tape.values.keys()  # no law has said which they are
         # Wrappers give the memory of parts back when the forward has ended.
         kind.tapes.add(tape, () if has_processes() else tape.values, BY_RUNS, samples)
         kind.shown = BY_RUNS
 
 
-def _runs_for(kinds: set[str], samples: int) -> tuple[list[torch.Tensor], int]:
+def _runs_for(kinds: set[str], samples: int, tried: list[torch.Tensor] | None) -> tuple[list[torch.Tensor], int]:
     """Which samples each run keeps, and in how many of the runs rows are compared, which take a backward pass.
 
-    kinds: of what no law shows, where laws show all else"""
-    half = torch.arange(samples, device="cpu") % 2 == 0
+    kinds: of what no law shows, where laws show all else    tried: see `Tape`"""
     every = kept_samples(samples, torch.Generator().manual_seed(samples))
     if not kinds.isdisjoint({OF_FUNCTIONS, OF_HOOKS}):  # they change gradients
         return every, len(every)
     # If all follows from values that Python reads, gradients are apart, and two runs change these.
-    return [half, ~half] if kinds == {READ_BY_PYTHON} else every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
+    half = torch.arange(samples, device="cpu") % 2 == 0
+    every = ([half, ~half] if tried is None else tried) if kinds == {READ_BY_PYTHON} else every
+    return every, 0 if kinds and kinds <= {READ_BY_PYTHON, NUMBER} else 2
 
 
 def _changes_something(
@@ -329,10 +344,11 @@ def _changes_something(
     reference = runs.run(arguments, with_rows=makes_loss or with_rows > 0)
     # Rows that are moved by values pass through kernels together with other rows, which may change their rounding.
     by_values = (type(node) is not Leaf and kind_of(node).by_values for node in ran.trace.nodes)
-    has_changed, rounds = False, parts is not None or any(by_values)
+    is_read = recorder.tape is not None and recorder.tape.tried is not None  # other answers may choose other kernels
+    has_changed, rounds = not every, parts is not None or is_read or any(by_values)
+    is_list = within.counted_at is not None
     for turn, kept in enumerate(every, 1):
-        by_list = within.counted_at is not None
-        given = batch.replaced(within.axis, kept, turn, by_list) if parts is None else alone_among(parts, kept, arguments)
+        given = batch.replaced(within.axis, kept, turn, is_list) if parts is None else alone_among(parts, kept, arguments)
         if given is None:
             continue
         has_changed = True
@@ -348,8 +364,12 @@ def _changes_something(
             unshown = f" By the laws of operations {why}." if (why := within.unknown.why) else ""
             _note_mixing(within, f"{what} changed for samples that were kept while others were {others}.{unshown}", slots)
             return True
+    if (tape := recorder.tape) is not None and tape.tried is not None:
+        what, slots = following(runs, arguments, reference, tape)
+        if what:
+            _note_mixing(within, what, slots)
     # If all samples are equal, replacing them shows nothing.
-    kind.is_independent |= has_changed
+    kind.is_independent |= has_changed and not within.mixing
     return has_changed
 
 

@@ -17,8 +17,9 @@ from autograd_hacks.capture.kinds import Within
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.errors import PerSampleGradientError, ProbeFailed
 from autograd_hacks.reading.gate import read
-from autograd_hacks.support.contexts import drawn_from, is_seeded
+from autograd_hacks.support.contexts import drawn_from, is_seeded, without_autocast
 from autograd_hacks.support.copies import Copy
+from autograd_hacks.support.internals import tree_map
 from autograd_hacks.support.layout import Layout, differs, likeliest, rounding_of
 from autograd_hacks.support.parts import is_part
 from autograd_hacks.support.philox import key_of, noise
@@ -27,6 +28,7 @@ from autograd_hacks.support.trees import tensors_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NUMBERS = (bool, int, float, str)
+_NOTHING = nullcontext()
 
 
 class Seen(NamedTuple):
@@ -35,6 +37,7 @@ class Seen(NamedTuple):
     outputs: list[Tensor]
     left: dict[str, Tensor]  # by name, the buffers, and numbers: modules', and a sum of each parameter
     rows: dict[str, Tensor]  # by parameter, its rows along a random direction, N, if they were read
+    eps: float  # of the coarsest numbers that some samples alone met
 
 
 class _Undrawn(TorchDispatchMode):
@@ -43,6 +46,8 @@ class _Undrawn(TorchDispatchMode):
     So do numbers after a seed that the forward sets, which belong to the places of a batch."""
 
     _should_skip_dynamo = classmethod(lambda cls: False)  # it would be imported
+
+    eps = 0.0  # of the coarsest numbers that the run has computed
 
     def __init__(self, draws: Sequence[torch.Generator], takes_permutations: bool) -> None:
         """draws: generators that are older than the forward    takes_permutations: if not, places may be drawn"""
@@ -59,6 +64,8 @@ class _Undrawn(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             return func(args[0], args[1], False)
         out = func(*args, **kwargs or {})
+        made = (x.dtype for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor))
+        self.eps = max([self.eps, *(torch.finfo(kind).eps for kind in made if kind.is_floating_point)])
         if is_drawing and isinstance(out, Tensor) and not out.is_floating_point() and not self.takes_permutations:
             raise ProbeFailed("the forward draws whole numbers, which are others in another batch")
         return out.fill_(1) if is_drawing and isinstance(out, Tensor) and out.is_floating_point() else out
@@ -81,22 +88,25 @@ class Runs:
     samples: int
     makes_loss: bool
     are_parts: bool = False  # whether runs have some samples alone, and not other samples instead of some
+    is_precise: bool = False  # whether they compute in double precision
 
-    def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None) -> Seen:
-        """kept: the samples that there are, if not all"""
+    def run(self, arguments: Arguments, with_rows: bool, kept: Tensor | None = None, around: Any = _NOTHING) -> Seen:
+        """kept: the samples that there are, if not all    around: a context in which the copy runs"""
         own, rows = self.copy.again(arguments), dict[str, Tensor]()
-        model = own.model
-        with ABOVE.alone(model), own.running(), _Undrawn(own.draws, kept is not None) if self.are_parts else nullcontext():
+        model, (args, kwargs) = own.model, own.given
+        if self.is_precise:
+            model, (args, kwargs) = model.double(), tree_map(_doubled, own.given)
+        with ABOVE.alone(model), own.running(), _Undrawn(own.draws, kept is not None) if self.are_parts else around as mode:
             for n, p in enumerate(p for p in model.parameters() if p.requires_grad):
                 # Zeros hide what is behind them.  Small numbers change as little as possible of what values decide.
                 if p.numel() and not is_part(p) and not p.detach().any():
                     p.data = noise(p.shape, key_of(f"zero {n}"), p.device, p.dtype) / 32
-            args, kwargs = own.given
             try:
                 if with_rows:
                     outputs, rows = self._with_rows(model, args, kwargs, kept)
                 else:
-                    with torch.enable_grad(), Switch.paused_here():  # the forward may take derivatives itself
+                    precisely = without_autocast(model.parameters()) if self.is_precise else nullcontext()
+                    with torch.enable_grad(), Switch.paused_here(), precisely:  # the forward may take derivatives itself
                         outputs = tensors_of(model(*args, **kwargs))
             except PerSampleGradientError:
                 raise
@@ -107,7 +117,7 @@ class Runs:
                     "private can leave the check out: independent=False."
                 ) from error
             left = {name: x.detach().clone() for name, x in model.named_buffers()} | _numbers(model)
-            return Seen([x.detach().clone() for x in outputs], left, rows)
+            return Seen([x.detach().clone() for x in outputs], left, rows, getattr(mode, "eps", 0.0))
 
     def _with_rows(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Tensor | None
@@ -176,6 +186,10 @@ class Runs:
 
     def _by_size(self, shape: Sequence[int]) -> Layout | None:
         return likeliest(shape, self.samples, range(len(shape)))
+
+
+def _doubled(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _numbers(model: nn.Module) -> dict[str, Tensor]:
