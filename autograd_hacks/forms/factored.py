@@ -130,9 +130,10 @@ class Paired(Factored):
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
         """Row n of the result has the positions of this form's rows[n, :], where present[n, :].  rows, present: M R"""
-        taken = [factor[rows] for factor in self._with_mask()]
-        absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
-        return self._of(*(factor.masked_fill_(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+        # Of the rest a row of zeros is taken, which takes a fifth of the time of filling it in.
+        padded = [torch.cat([factor, factor.new_zeros(1, *factor.shape[1:])]) for factor in self._with_mask()]
+        chosen = rows.masked_fill(~present, self.samples).flatten()
+        return self._of(*(x.index_select(0, chosen).view(*rows.shape, *x.shape[1:]).flatten(1, 2) for x in padded))
 
     def merge_key(self) -> Hashable:
         return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape, tuple(self.varies)

@@ -10,6 +10,9 @@ from autograd_hacks.forms.cost import saving
 from autograd_hacks.forms.factored import Paired, norms_by_positions
 from autograd_hacks.forms.numerics import pairs_of, row_norms
 
+CALL = 2**17
+"""How many multiplications take as long as a call of the kernel."""
+
 
 class Outer(Paired):
     """Row n of J is Σₜ left[n, t] ⊗ right[n, t], the sum over T positions.
@@ -66,12 +69,24 @@ class Outer(Paired):
             (left, right, *_), factor = self._times(factor), 1.0
         if is_multiplied:
             rows = torch.mul(left.mT, right, out=target)
+        elif target is not None and (ends := self._ends()):
+            rows = target
+            for own, a, b, end in zip(rows, left, right, ends):
+                torch.addmm(own, a[:end].mT, b[:end], beta=0, alpha=factor, out=own)
         elif factor == 1:
             rows = torch.bmm(left.mT, right, out=target)
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
         return out if out is not None else rows.contiguous().view(self.samples, *self.shape)
+
+    def _ends(self) -> list[int] | None:
+        """How many positions each sample has, without padding; None if leaving that out saves less than calls take."""
+        each = self.fan_out * self.fan_in
+        if self.present is None or not self.left.is_cpu or self.positions * each < CALL:
+            return None
+        ends: list[int] = (self.present * torch.arange(1, self.positions + 1, device="cpu")).amax(1).tolist()
+        return ends if (self.samples * self.positions - sum(ends)) * each > self.samples * CALL else None
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]

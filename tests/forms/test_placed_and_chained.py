@@ -220,6 +220,12 @@ def test_terms_add_up_to_the_rows(form: Form, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(form.terms(u, v).sum(1), expected)
 
 
+def test_padding_is_left_out_where_that_saves_more_than_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, out = FORMS["experts"].dense(), torch.full((3, 4, 3, 4), torch.nan, dtype=torch.double)
+    monkeypatch.setattr("autograd_hacks.forms.outer.CALL", 0)
+    torch.testing.assert_close(FORMS["experts"].dense(out, 2.0), 2 * expected)
+
+
 def test_directions_are_the_same_again_and_others_elsewhere() -> None:
     kind = torch.float, torch.device("cpu")
     (u, v), shape = directions("a", 1, torch.Size((5, 7)), *kind), torch.Size((5, 7))
