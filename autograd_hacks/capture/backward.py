@@ -231,12 +231,12 @@ class Backward:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
         if within.facts.calls is None or self.record.on_arrival is not None or keeps_graph():
             return False
-        if (asked := ASKED.get(current_task())) is not None:
-            return asked.skipped.issuperset(within.leaves.values())
-        if not self.wants_grad:
+        asked = ASKED.get(current_task())
+        if asked is None and not self.wants_grad:
             return False
+        skipped = frozenset[Node]() if asked is None else asked.skipped
         try:
-            return all(map(will_execute, within.leaves.values()))
+            return all(leaf in skipped or will_execute(leaf) for leaf in within.leaves.values())
         except RuntimeError:  # torch.autograd.grad takes some
             return False
 

@@ -104,7 +104,8 @@ class Gate:
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
         # At once, where rows aren't compared with what arrived, use by use.
-        forms = call.forms_at_once(grads) if isinstance(call, LayerCall) and not recorded.along else None
+        is_compared = bool(recorded.along) and not (recorded.along.keys() | recorded.untold).isdisjoint(call.known.names)
+        forms = call.forms_at_once(grads) if isinstance(call, LayerCall) and not is_compared else None
         if is_told := forms is None:
             check_seen(call, grads)
             forms = call.forms(grads)
