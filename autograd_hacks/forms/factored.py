@@ -99,9 +99,7 @@ class Factored(Form):
             factor = factor.view(-1, *[1] * (smallest.ndim - 1)) if factor.ndim else factor
         elif factor == 1:
             return self.held
-        held = [*self.held]
-        held[self.smallest] = smallest * factor
-        return held
+        return [smallest * factor if place == self.smallest else own for place, own in enumerate(self.held)]
 
 
 class Paired(Factored):
@@ -117,10 +115,11 @@ class Paired(Factored):
     """The place of the gradient in its pair, 0 or 1."""
 
     def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if isinstance(other, Paired) and takes_positions(self, other):
-            products = gram_of_pairs(self.pair, other.pair, max_bytes)
-            if products is not None:
-                return products
+        if (
+            isinstance(other, Paired) and takes_positions(self, other)
+            and (products := gram_of_pairs(self.pair, other.pair, max_bytes)) is not None
+        ):  # fmt: skip
+            return products
         return super().gram(other, max_bytes)
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:

@@ -167,5 +167,4 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     if all(form is None for form in forms):
         return None
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
-    filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
-    return Concatenation(list(filled))
+    return Concatenation([form or Zero(size, parameter.shape, parameter) for form, size in zip(forms, sizes)])

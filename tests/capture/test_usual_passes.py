@@ -254,9 +254,7 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool, is_idle:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("way", [(True, False), (False, False), (False, True)], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_usual_passes_are_filed_as_all_others(
-    program: str, way: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usual_passes_are_filed_as_all_others(program: str, way: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = list[bool](), Backward.take
 
     def counted(*given: Any) -> bool:
