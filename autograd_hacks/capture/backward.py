@@ -170,8 +170,7 @@ class Backward:
             for name, p, _ in edges
             if p.is_leaf and self._is_models(p)
         )
-        left = (own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad))
-        self._left = next(left, None)
+        self._left = next((own for own in states if own[2] is not None and (own[2] != NO_GRAD or not self.wants_grad)), None)
 
     def _is_models(self, parameter: Tensor) -> bool:
         """Whether a parameter is the model's, also if it came after `add_hooks`, and no other tensor of functional_call."""
@@ -229,14 +228,12 @@ class Backward:
 
     def _is_usual(self, within: Within) -> bool:
         """Whether the running pass brings gradients to all parameters of a forward, and keeps no graph."""
-        if within.facts.calls is None or self.record.on_arrival is not None or keeps_graph():
-            return False
-        if (asked := ASKED.get(current_task())) is not None:
-            return asked.skipped.issuperset(within.leaves.values())
-        if not self.wants_grad:
+        asked = ASKED.get(current_task())
+        may_more = within.facts.calls is None or self.record.on_arrival is not None or keeps_graph()
+        if may_more or not (asked or self.wants_grad):
             return False
         try:
-            return all(map(will_execute, within.leaves.values()))
+            return all((asked and leaf in asked.skipped) or will_execute(leaf) for leaf in within.leaves.values())
         except RuntimeError:  # torch.autograd.grad takes some
             return False
 
@@ -296,8 +293,7 @@ class Backward:
     def _reached(self, use: Use, makes_graph: bool) -> tuple[Pass, Collection[str]] | None:
         """The running pass, and the parameters of a use to which it leads, by their names there; None if there are none."""
         # Ask autograd about each parameter: a gradient that only passes on to an input is not a parameter's gradient.
-        found = ((local, reach_of(edge.node)) for local, edge in use.edges.items())
-        ways = {local: way for local, way in found if way}
+        ways = {local: way for local, edge in use.edges.items() if (way := reach_of(edge.node))}
         if not ways:
             return None
         task, captures = current_task(), CAPTURED in ways.values()
@@ -391,9 +387,8 @@ class Backward:
 
     def reached(self, name: str, grad: Tensor | None) -> None:
         """Passes a parameter to the function that reads its rows while the pass runs."""
-        record, running = self.record, self.running
-        if record.on_arrival is not None and running is not None:
-            record.on_arrival(running, name, grad)
+        if self.record.on_arrival is not None and self.running is not None:
+            self.record.on_arrival(self.running, name, grad)
 
 
 def _spoken(backward: weakref.ref[Backward], *_: object) -> None:

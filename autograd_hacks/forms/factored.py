@@ -99,9 +99,7 @@ class Factored(Form):
             factor = factor.view(-1, *[1] * (smallest.ndim - 1)) if factor.ndim else factor
         elif factor == 1:
             return self.held
-        held = [*self.held]
-        held[self.smallest] = smallest * factor
-        return held
+        return [smallest * factor if place == self.smallest else own for place, own in enumerate(self.held)]
 
 
 class Paired(Factored):
@@ -117,10 +115,11 @@ class Paired(Factored):
     """The place of the gradient in its pair, 0 or 1."""
 
     def gram(self, other: Form, max_bytes: int = BUDGET) -> Tensor:
-        if isinstance(other, Paired) and takes_positions(self, other):
-            products = gram_of_pairs(self.pair, other.pair, max_bytes)
-            if products is not None:
-                return products
+        if (
+            isinstance(other, Paired) and takes_positions(self, other)
+            and (products := gram_of_pairs(self.pair, other.pair, max_bytes)) is not None
+        ):  # fmt: skip
+            return products
         return super().gram(other, max_bytes)
 
     def factors(self, others: Sequence[Form] = ()) -> Sequence[Positions]:
@@ -130,9 +129,10 @@ class Paired(Factored):
 
     def side_by_side(self, rows: Tensor, present: Tensor) -> Self:
         """Row n of the result has the positions of this form's rows[n, :], where present[n, :].  rows, present: M R"""
-        taken = [factor[rows] for factor in self._with_mask()]
-        absent = [~present.view(*present.shape, *[1] * (factor.ndim - 2)) for factor in taken]
-        return self._of(*(factor.masked_fill_(gone, 0).flatten(1, 2) for factor, gone in zip(taken, absent)))
+        # Of the rest a row of zeros is taken, which takes a fifth of the time of filling it in.
+        padded = [torch.cat([factor, factor.new_zeros(1, *factor.shape[1:])]) for factor in self._with_mask()]
+        chosen = rows.masked_fill(~present, self.samples).flatten()
+        return self._of(*(x.index_select(0, chosen).view(*rows.shape, *x.shape[1:]).flatten(1, 2) for x in padded))
 
     def merge_key(self) -> Hashable:
         return type(self), self.pair[0].shape[2:], self.pair[1].shape[2:], self.shape, tuple(self.varies)

@@ -102,7 +102,8 @@ class Gate:
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
         # At once, where rows aren't compared with what arrived, use by use.
-        forms = call.forms_at_once(grads) if isinstance(call, LayerCall) and not recorded.along else None
+        is_compared = bool(recorded.along) and not (recorded.along.keys() | recorded.untold).isdisjoint(call.known.names)
+        forms = call.forms_at_once(grads) if isinstance(call, LayerCall) and not is_compared else None
         if is_told := forms is None:
             check_seen(call, grads)
             forms = call.forms(grads)
@@ -164,5 +165,4 @@ def _stack(forms: Sequence[Form | None], gates: Sequence[Gate], parameter: Tenso
     if all(form is None for form in forms):
         return None
     sizes = [gate.samples * (len(gate.segment.passes) if gate.segment.hess_type else 1) for gate in gates]
-    filled = (Zero(size, parameter.shape, parameter) if form is None else form for form, size in zip(forms, sizes))
-    return Concatenation(list(filled))
+    return Concatenation([form or Zero(size, parameter.shape, parameter) for form, size in zip(forms, sizes)])

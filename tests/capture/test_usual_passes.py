@@ -27,11 +27,11 @@ ASIDE = list[Tensor]()
 class Net(nn.Module):
     """Tables, norms, layers that a flag uses twice or skips, and a bare parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_idle: bool) -> None:
         super().__init__()
         self.embed, self.norm, self.a, self.b = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.gain, self.head = nn.Parameter(torch.full((8,), 1.1)), nn.Linear(8, 3)
-        self.flag, self.hook = "", None
+        self.flag, self.hook, self.is_idle = "", None, is_idle
 
     def forward(self, x: Tensor) -> Tensor:
         u = self.a(self.norm(self.embed(x)))
@@ -43,7 +43,7 @@ class Net(nn.Module):
         elif self.flag == "mix":
             h = h - h.mean(0)
         if self.flag != "skip":
-            h = self.b(h) * self.gain + h
+            h = self.b(h) * self.gain + h + (0 * self.gain if self.is_idle else 0)  # whose rows are never compared
         return self.head(h.mean(1))
 
 
@@ -228,10 +228,10 @@ PROGRAMS: dict[str, Callable[[Net, Tensor], object]] = {
 }
 
 
-def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[object]:
+def outcome(program: Callable[[Net, Tensor], object], param_grad: bool, is_idle: bool) -> list[object]:
     """Rows, norms and ``.grad`` after a program that follows usual steps, or its errors."""
     torch.manual_seed(0)
-    model, found = Net(), list[object]()
+    model, found = Net(is_idle), list[object]()
     with autograd_hacks.add_hooks(model, param_grad=param_grad):
         for _ in range(3):
             model.zero_grad()
@@ -252,9 +252,9 @@ def outcome(program: Callable[[Net, Tensor], object], param_grad: bool) -> list[
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("param_grad", [True, False])
+@pytest.mark.parametrize("way", [(True, False), (False, False), (False, True)], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usual_passes_are_filed_as_all_others(program: str, way: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = list[bool](), Backward.take
 
     def counted(*given: Any) -> bool:
@@ -262,10 +262,10 @@ def test_usual_passes_are_filed_as_all_others(program: str, param_grad: bool, mo
         return taken[-1]
 
     monkeypatch.setattr(Backward, "take", counted)
-    found = outcome(PROGRAMS[program], param_grad)
+    found = outcome(PROGRAMS[program], *way)
     assert sum(taken) >= 2 * 5  # in usual steps, all that comes to layers
     monkeypatch.setattr(Backward, "take", lambda *given: False)
-    expected = outcome(PROGRAMS[program], param_grad)
+    expected = outcome(PROGRAMS[program], *way)
     assert len(found) == len(expected)
     for own, other in zip(found, expected):
         assert torch.equal(own, other) if isinstance(own, Tensor) and isinstance(other, Tensor) else own == other

@@ -39,8 +39,7 @@ def outer(*shape: int) -> Outer:
 
 def embedded(start: int, form: Form, entries: int) -> Tensor:
     rows = torch.zeros(form.samples, entries, *form.shape[1:], dtype=torch.float64)
-    rows[:, start : start + form.shape[0]] = form.dense()
-    return rows
+    return rows.slice_scatter(form.dense(), 1, start, start + form.shape[0])
 
 
 def test_slices_that_calls_read_become_one_form() -> None:
@@ -56,8 +55,8 @@ def test_slices_that_calls_read_become_one_form() -> None:
 
 
 def test_norms_of_slices_overflow_only_where_the_true_norm_does() -> None:
-    form = Placed({(0, 1): Dense(torch.full((1, 1), 3e30)), (2, 3): Dense(torch.full((1, 1), 4e30))}, torch.Size((4,)))
-    assert_close(form.norms(), torch.tensor([5e30]))
+    parts = {(at, at + 1): Dense(torch.full((1, 1), size)) for at, size in ((0, 3e30), (2, 4e30))}
+    assert_close(Placed(parts, torch.Size((4,))).norms(), torch.tensor([5e30]))
 
 
 @pytest.mark.parametrize(
@@ -172,9 +171,8 @@ def test_products_stay_products() -> None:
 
 
 def test_half_precision_is_mapped_in_single() -> None:
-    outer = Outer(torch.randn(3, 4, 6).bfloat16(), torch.randn(3, 4, 7).bfloat16())
-    found = mapped(outer, Sides(torch.randn(6, 6), None))
-    assert found.like.dtype == torch.float32
+    form = Outer(torch.randn(3, 4, 6).bfloat16(), torch.randn(3, 4, 7).bfloat16())
+    assert mapped(form, Sides(torch.randn(6, 6), None)).like.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def draw(*shape: int) -> Tensor:
 
 def convolution(groups: int, out: int, stride: int) -> Form:
     shape, x = torch.Size((out, 4 // groups, 3, 2)), draw(5, 4, 9, 8)
-    g = torch.randn_like(torch.conv2d(x, draw(*shape), None, stride, 1, 1, groups))
+    g = draw(*torch.conv2d(x, draw(*shape), None, stride, 1, 1, groups).shape)
     return Convolution(x, g, shape, (stride, stride), (1, 1), (1, 1), groups)
 
 
@@ -215,7 +213,9 @@ FORMS = {f"{k} groups, stride {s}": convolution(k, out, s) for k, out in ((1, 6)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_terms_add_up_to_the_rows(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     u, v = directions("a.weight", 3, form.shape, torch.double, torch.device("cpu"))
-    expected = torch.einsum("ko,oi,ki->k", u, form.dense().sum(0).flatten(1), v)
+    expected = torch.einsum("ko,oi,ki->k", u, (rows := form.dense()).sum(0).flatten(1), v)
+    monkeypatch.setattr("autograd_hacks.forms.outer.CALL", 0)  # positions that pad are left out
+    assert_close(form.dense(torch.full_like(rows, torch.nan), 2.0), 2 * rows)
     monkeypatch.delattr(Form, "terms")  # nothing is written out
     torch.testing.assert_close(form.terms(u, v).sum(1), expected)
 
