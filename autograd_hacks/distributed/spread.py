@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,8 +43,11 @@ class Sharded(Spread):
         if self.needed:
             check_shards(self.parameters, self.shards)
 
+    def weights(self) -> AbstractContextManager[None]:
+        return self._gathered() if self.needed else nullcontext()
+
     @contextmanager
-    def weights(self) -> Iterator[None]:
+    def _gathered(self) -> Iterator[None]:
         model = None if self.model is None else self.model()
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]

@@ -108,14 +108,16 @@ class Gate:
         if is_told := forms is None:
             check_seen(call, grads)
             forms = call.forms(grads)
-        names, documents = dict(zip(call.known.locals, call.known.names)), call.within.documents
-        for local, form in forms.items():
-            found = self._terms[number].setdefault(names[local], {})
+        terms, documents = self._terms[number], call.within.documents
+        for local, name in zip(call.known.locals, call.known.names):
+            if (form := forms.get(local)) is None:  # the pass doesn't lead to it
+                continue
+            found = terms.setdefault(name, {})
             # A mean loss was divided by N.
             own = scale(form, form.samples if documents is None else documents.losses) if is_mean else form
             found[call] = add([found[call], own]) if call in found else own
             if is_told:
-                read.setdefault(names[local], []).append((call, grads, form))
+                read.setdefault(name, []).append((call, grads, form))
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""

@@ -7,9 +7,9 @@ one was, since labels are a function of these."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import cast
 
 import torch
@@ -22,7 +22,7 @@ from autograd_hacks.capture.kinds import Facts, Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
-from autograd_hacks.capture.ways import way_of
+from autograd_hacks.capture.ways import Way, way_of
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -53,6 +53,7 @@ class Read(Facts):
     unsure: frozenset[str] = frozenset()  # the parameters of calls whose rules may see other values than autograd
     links: Sequence[Link] = ()  # see `Reader.links`
     linked: set[str] = field(default_factory=set)  # of which parameters these are
+    compared: set[str] | None = None  # see `Walk`; None until somebody looks
     planned: dict[int, Planned] | None = None  # by node of a use, what follows from the graph; None until somebody looks
     takers: Sequence[int] = ()  # the nodes that take a parameter
 
@@ -74,10 +75,6 @@ class Reader:
         self.trace = ran.traced(roots)
         self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
-        # A Function may run a backward pass of its own.
-        asks = any(map(is_users, {type(node): node for node in self.trace.nodes}.values()))
-        modules = (p for m in ran.modules for p in m._parameters.values() if p is not None)
-        self._kept = partial(grads_kept, [*ran.parameters.values(), *modules]) if asks else nullcontext
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)
@@ -88,9 +85,20 @@ class Reader:
             if has_strides and x.stride(at) != 0 and x.shape[at] == samples:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
-        self.taken = list[Taken | None]()  # by call, see `taken_by`
-        self._way = cache(lambda value, own: way_of(value, {ran.leaf_of[name]: name for name in own}))
-        self.key, self.calls = self._keys()
+        self.taken: list[Taken | None] = []  # by call, see `taken_by`
+        self.key = self._key()
+
+    def _kept(self) -> AbstractContextManager[None]:
+        """A context in which nodes may be asked: a Function may run a backward pass of its own."""
+        if not self.trace.plan.has_users:
+            return nullcontext()
+        modules = (p for m in self.ran.modules for p in m._parameters.values() if p is not None)
+        return grads_kept([*self.ran.parameters.values(), *modules])
+
+    @cached_property
+    def _way(self) -> Callable[[Value, tuple[str, ...]], Way | None]:
+        leaf_of = self.ran.leaf_of
+        return cache(lambda value, own: way_of(value, {leaf_of[name]: name for name in own}))
 
     def compares_with(self, usual: Layout) -> bool:
         """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
@@ -108,32 +116,32 @@ class Reader:
         with self._kept():
             return walked(self.trace, labels, samples, self.memory, *([modes] if modes else []))
 
-    def _keys(self) -> tuple[Hashable, Hashable]:
-        """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
-        key, calls, number, taken = list[Hashable](), list[Hashable](), self.number, self.taken
-        names = (*self.ran.leaves.values(),)  # the graph has the parameters themselves, which may have been exchanged
+    def _key(self) -> tuple[tuple[Hashable, ...], ...]:
+        """What is read of the calls besides the walk."""
+        key, number, taken = [(*self.ran.leaves.values(),)], self.number, self.taken  # names, which may have been exchanged
         for call, hooks, inputs in self.ran.noted:
-            known, own = call.known, None
+            known, own, at, given = call.known, None, None, None
             if len(hooks) == 1:
                 ((node, hook),) = hooks
                 own = taken_by(node, hook, known)
             taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
-                calls.append((known.ref, own))
-                key.append(calls[-1])
+                key.append((known.ref, own))
                 continue
-            at: Hashable = None
             if own is not None and own[0] is COPY:
                 at = tuple([(number.get(x), n) for x, n in argument_of(hook)])
-            calls.append(called := (known.ref, number.get(node), hook.number, at, own))
-            if not inputs:
-                given = call.args[0] if call.args else None
-                if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
-                    apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
-                    at = *apart, given.shape, given.stride()
-            key.append((*called, hook.shape, at))
-        return (*key, names), (*calls, names)
+            x = None if inputs or not call.args else call.args[0]
+            if isinstance(x, Tensor) and (wholes := self.given.get(memory_of(x))) is not None:
+                apart = [(own.shape, own.stride(), x.storage_offset() - own.storage_offset()) for own, _ in wholes]
+                given = *apart, x.shape, x.stride()
+            key.append((known.ref, number.get(node), hook.number, at, own, hook.shape, given))
+        return tuple(key)
+
+    @property
+    def calls(self) -> Hashable:
+        """Of the key, what doesn't change with sizes."""
+        return self.key[0], *[own[:5] for own in self.key[1:]]
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""

@@ -161,8 +161,9 @@ def write_rows(
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.
 
     like: the parameter, or the whole of it    done: the rows, if they are written"""
-    key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
+    attributes, out = parameter.__dict__, None
     if form is not None and done is None and form.samples * form.shape.numel() * like.itemsize >= memory.SMALL:
+        key = f"grad1 of {name}"
         pool.give_back(key, attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     else:
