@@ -44,22 +44,20 @@ class Sharded(Spread):
             check_shards(self.parameters, self.shards)
 
     def weights(self) -> AbstractContextManager[None]:
-        return self._gathered() if self.needed else nullcontext()
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        model = None if self.model is None else self.model()
+        model = self.model() if self.model is not None and self.needed else None
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]
-        if model is None or not missing:
+        return nullcontext() if model is None or not missing else _gathered(model, missing, held)
+
+
+@contextmanager
+def _gathered(model: nn.Module, missing: list[nn.Module], held: frozenset[int]) -> Iterator[None]:
+    _GATHERED[model] = held | {id(part) for part in missing}
+    try:
+        with whole(missing):
             yield
-            return
-        _GATHERED[model] = held | {id(part) for part in missing}
-        try:
-            with whole(missing):
-                yield
-        finally:
-            _GATHERED[model] = held
+    finally:
+        _GATHERED[model] = held
 
 
 @dataclass(eq=False)

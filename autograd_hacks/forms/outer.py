@@ -71,9 +71,10 @@ class Outer(Paired):
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
-        if out is not None:
-            return out
-        return rows.contiguous() if is_matrix else rows.contiguous().view(self.samples, *self.shape)  # a view's base is kept
+        # A view would keep its base, so that whoever wants memory of its own copies it.
+        return (
+            out if out is not None else rows.contiguous() if is_matrix else rows.contiguous().view(self.samples, *self.shape)
+        )
 
     def block(self, rows: slice) -> Form:
         entries = self.shape[0]

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from autograd_hacks.graph.laws import _BY_TYPE, Kind, kind_of
-from autograd_hacks.support.graph import Leaf, is_users_kind
+from autograd_hacks.support.graph import Leaf
 
 LEAF: Final = Kind("leaf")
 END: Final = Kind("end")
@@ -74,20 +74,8 @@ class Plan:
         unknown = (k for k, kind in enumerate(kinds) if kind is not LEAF and (not kind.keeps_sizes or None in edges[k]))
         sizes = {k: _sizes(nodes[k]) for k in unknown}
         self.graph: tuple[Hashable, ...] = (*self.roots,), self.kinds, self.edges
-        self._key: tuple[Hashable, ...] = *self.graph, tuple(numbers.values()), tuple(sizes.values())
-        self._hash = hash(self._key)
+        self.key: tuple[Hashable, ...] = *self.graph, tuple(numbers.values()), tuple(sizes.values())
         self._types, self._met, self._numbers, self._sizes = types, met, numbers, sizes
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Plan) and self._key == other._key)
-
-    @cached_property
-    def has_users(self) -> bool:
-        """Whether some nodes belong to users' Functions."""
-        return any(map(is_users_kind, {*self._types}))
 
     @cached_property
     def _expected(self) -> tuple[Any, ...]:
@@ -162,7 +150,7 @@ class Trace:
         self.nodes, self.kinds, self.edges, self.roots = nodes, plan.kinds, plan.edges, plan.roots
         self.parameters, self.ends, self.leaves, self.variables = parameters, ends, plan.leaves, variables
         self.fixed = [*compress(plan.leaves, are_fixed)]
-        self.key: tuple[Hashable, ...] = plan, (*self.fixed, *compress(address, are_fixed)), sizes
+        self.key: tuple[Hashable, ...] = plan.key, (*self.fixed, *compress(address, are_fixed)), sizes
 
     @cached_property
     def shapes(self) -> Sequence[tuple[Any, ...]]:

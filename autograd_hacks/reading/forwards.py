@@ -154,8 +154,9 @@ def _read(recorder: Recorder, ran: Ran) -> None:
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
     if found.compared is None:
-        compared, calls = walk.compared, best.reader.calls
-        found.compared = compared[calls] = compared.pop(calls, set())
+        # Of what was read of the calls, what doesn't change with sizes.
+        compared, at = walk.compared, (best.reader.key[0], *[own[:5] for own in best.reader.key[1:]])
+        found.compared = compared[at] = compared.pop(at, set())
         if len(compared) > LAYERS:
             del compared[next(iter(compared))]
     within.compared = found.compared

@@ -4,6 +4,7 @@ the loss's scale."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 import torch
 import torch.nn as nn
@@ -45,7 +46,7 @@ def read(
     scaling: the factor by which the loss was multiplied
     """
     record = recorder.record
-    parameters = record.asked(dict(parameters))
+    parameters = record.asked(parameters)
     check_word("reading", ON_REDUCTION, (*LOSS_TYPES, None), loss_type=loss_type)
     if record.on_arrival is not None:
         raise NothingRecorded(
@@ -61,18 +62,15 @@ def read(
     is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
-        names, certificate = (
-            {n: own or record.name_of(trainable[n]) for n, own in zip(trainable, record.names.of(trainable.values()))},
-            Certificate(record),
-        )
+        names = {n: own or record.name_of(trainable[n]) for n, own in zip(trainable, record.names.of(trainable.values()))}
         for gate in gates:
             gate.read_all()
-            if any(recorded.along for recorded in gate.segment.passes):
-                with torch.no_grad():
-                    for name, known in names.items():
-                        gate.certify(certificate, name, known)
-        with torch.no_grad():
-            certificate.check()
+        if compared := [gate for gate in gates if [own for own in gate.segment.passes if own.along]]:
+            certificate = Certificate(record)
+            with torch.no_grad():
+                for gate, (name, known) in product(compared, names.items()):
+                    gate.certify(certificate, name, known)
+                certificate.check()
         every = [gate.forms(names.values()) for gate in gates]
         if len(gates) > 1:
             every = [[_stack(own, gates, p) for *own, p in zip(*every, trainable.values())]]
@@ -98,8 +96,8 @@ class Gate:
         for number, recorded in enumerate(self.segment.passes):
             for use, grads in reversed(recorded.received.items()):
                 self._ask(number, use, grads)
-        documents = (call.within.documents for recorded in self.segment.passes for call in recorded.told_by)
-        self.samples = next((d.count for d in documents if d is not None), self.segment.batch_size())
+        told = [call.within.documents for recorded in self.segment.passes for call in recorded.told_by]
+        self.samples = next((d.count for d in told if d is not None), self.segment.batch_size())
 
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
@@ -109,9 +107,8 @@ class Gate:
             check_seen(call, grads)
             forms = call.forms(grads)
         terms, documents = self._terms[number], call.within.documents
-        for local, name in zip(call.known.locals, call.known.names):
-            if (form := forms.get(local)) is None:  # the pass doesn't lead to it
-                continue
+        # The pass may not lead to all of them.
+        for name, form in [(n, forms[own]) for own, n in zip(call.known.locals, call.known.names) if own in forms]:
             found = terms.setdefault(name, {})
             # A mean loss was divided by N.
             own = scale(form, form.samples if documents is None else documents.losses) if is_mean else form

@@ -7,9 +7,9 @@ one was, since labels are a function of these."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import cast
 
 import torch
@@ -75,6 +75,10 @@ class Reader:
         self.trace = ran.traced(roots)
         self.labels = labels = {n: label_of(at, shape_of(roots[n]), samples) for n, at in enumerate(places.values())}
         self.memory = memory = Memory(ran.is_fixed, {memory_of(x) for x, _ in batch})
+        # A Function may run a backward pass of its own.
+        asks = any(map(is_users, {type(node): node for node in self.trace.nodes}.values()))
+        modules = (p for m in ran.modules for p in m._parameters.values() if p is not None)
+        self._kept = partial(grads_kept, [*ran.parameters.values(), *modules]) if asks else nullcontext
         with self._kept():
             walk = walked if memo is None else memo.walk
             self.walk = walk(self.trace, labels, samples, memory)
@@ -87,18 +91,6 @@ class Reader:
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
         self.taken: list[Taken | None] = []  # by call, see `taken_by`
         self.key = self._key()
-
-    def _kept(self) -> AbstractContextManager[None]:
-        """A context in which nodes may be asked: a Function may run a backward pass of its own."""
-        if not self.trace.plan.has_users:
-            return nullcontext()
-        modules = (p for m in self.ran.modules for p in m._parameters.values() if p is not None)
-        return grads_kept([*self.ran.parameters.values(), *modules])
-
-    @cached_property
-    def _way(self) -> Callable[[Value, tuple[str, ...]], Way | None]:
-        leaf_of = self.ran.leaf_of
-        return cache(lambda value, own: way_of(value, {leaf_of[name]: name for name in own}))
 
     def compares_with(self, usual: Layout) -> bool:
         """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
@@ -118,7 +110,8 @@ class Reader:
 
     def _key(self) -> tuple[tuple[Hashable, ...], ...]:
         """What is read of the calls besides the walk."""
-        key, number, taken = [(*self.ran.leaves.values(),)], self.number, self.taken  # names, which may have been exchanged
+        number, taken = self.number, self.taken
+        key: list[tuple[Hashable, ...]] = [(*self.ran.leaves.values(),)]  # the names, which may have been exchanged
         for call, hooks, inputs in self.ran.noted:
             known, own, at, given = call.known, None, None, None
             if len(hooks) == 1:
@@ -137,11 +130,6 @@ class Reader:
                 given = *apart, x.shape, x.stride()
             key.append((known.ref, number.get(node), hook.number, at, own, hook.shape, given))
         return tuple(key)
-
-    @property
-    def calls(self) -> Hashable:
-        """Of the key, what doesn't change with sizes."""
-        return self.key[0], *[own[:5] for own in self.key[1:]]
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""
@@ -172,7 +160,8 @@ class Reader:
 
     def mixing(self, walk: Walk) -> tuple[str, str]:
         """The name of a node at which samples mix, "" if none is known; and what was found there, if it isn't plain."""
-        return next(((self.trace.kinds[mix.node].name, mix.why) for mix in walk.mixes if mix.node >= 0), ("", ""))
+        found = [mix for mix in walk.mixes if mix.node >= 0] if walk.mixes else ()
+        return (self.trace.kinds[found[0].node].name, found[0].why) if found else ("", "")
 
     @cached_property
     def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
@@ -331,12 +320,14 @@ class Reader:
         names = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
         return cache(lambda k, behind=self.trace.behind: frozenset([names[j] for j in behind([k]) if j in names]))
 
-    def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
+    def _planned(
+        self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read, ways: Callable[..., Way | None]
+    ) -> Planned:
         """What follows from the graph about the use at a node.  values, whose: see `Read`"""
         uses, nodes = list[ValueUse](), self.trace.nodes
         for j, number, place in values:
             own, value = tuple(sorted(self.below(j) - found.by_rule.get((k, place), set()))), Value(nodes[j], number)
-            uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else self._way(value, own)))
+            uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else ways(value, own)))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         ids, node = frozenset([id(self.ran.parameters[name]) for name in every]), nodes[k]
         return Planned(node.name(), len(made(node)), tuple(uses), every, every, whose, ids, is_users(node))
@@ -355,7 +346,8 @@ class Reader:
                 for _, hook in noted.hooks:
                     hook.live = None
         if found.planned is None:
-            found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
+            ways = cache(lambda value, own: way_of(value, {ran.leaf_of[name]: name for name in own}))
+            found.planned = {k: self._planned(k, *own, found, ways) for k, own in found.uses.items()}
             own, edges = {k for k in self.trace.leaves if nodes[k] in names}, self.trace.edges
             found.takers = [k for k, ahead in enumerate(edges) if any(e is not None and e[0] in own for e in ahead)]
         ran.takers = found.takers

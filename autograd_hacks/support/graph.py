@@ -143,11 +143,8 @@ def operands_of(node: Node) -> Iterator[Tensor]:
 
 def is_users(node: object) -> bool:
     """Whether a node belongs to a user's autograd.Function, not torch's own."""
-    return is_users_kind(type(node))
-
-
-def is_users_kind(kind: type) -> bool:
-    return issubclass(kind, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
+    kind: Any = type(node)
+    return isinstance(node, BackwardCFunction) and not class_of_function(kind).__module__.startswith("torch.")
 
 
 def is_collective(node: Any) -> bool:
