@@ -35,8 +35,8 @@ from autograd_hacks.support.contexts import without_autocast
 from autograd_hacks.support.graph import is_users
 from autograd_hacks.support.internals import (
     call_at_end,
+    count_dispatch_modes,
     current_node,
-    dispatch_modes,
     is_batched,
     is_transformed,
     keeps_graph,
@@ -72,7 +72,7 @@ class Backward:
         self.is_silent = False  # whether passes record nothing
         self._keeps: dict[str, Tensor | None] = {}  # the values to restore in .grad, by the parameter's name
         # What forwards have in their graphs, if passes need not compute their parameters' gradients: see `capture/lean.py`.
-        self.met: weakref.WeakKeyDictionary[Within, Any] = weakref.WeakKeyDictionary()
+        self.met: dict[weakref.ref[Within], Any] = {}
         self._newest = 0  # the highest task so far
 
     def hears(self) -> bool:
@@ -132,7 +132,7 @@ class Backward:
         """The pass that runs now.  A task inside another task belongs to the outer one's pass."""
         if self.running is None:
             losses = ANNOUNCED.get(task)
-            self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=bool(dispatch_modes()))
+            self.running = Pass(task, losses, BEGAN.reduced, said=self.record.said, by_modes=count_dispatch_modes() > 0)
             self.running.refused = MIXED.get(task, {}).get(self, "") if losses is None else losses.refused
             if losses is not None and self.record not in losses.heard_by:
                 losses.heard_by.append(self.record)

@@ -80,7 +80,9 @@ class LayerCall(Use, Call):
         self.edges, self.args, self.kwargs, self.versions, self.outputs, self.is_plain = {}, (), {}, [], (), False
 
     def forms_at_once(self, grads: OutputGrads) -> Mapping[str, Form] | None:
-        """The forms of its parameters by their names in the layer, or None if there is more to decide or to check."""
+        """The forms of its parameters, and perhaps of others, by their names in the layer.
+
+        None if there is more to decide or to check."""
         known, within = self.known, self.within
         if grads.reached is not known.locals or grads.live is not None:  # it came in another way than the usual
             return None
@@ -95,8 +97,9 @@ class LayerCall(Use, Call):
         if not (is_usual and is_as_noted) or (x.dtype is not dtype and x.is_floating_point()):
             return None
         layer = known.settings.put_back(known.layer)
-        forms = self._by_formula(LayerCall(**{**self.__dict__, "layer": layer, "grads": (grad,)}), known.locals, samples)
-        return {local: forms[local] for local in known.locals}
+        call = object.__new__(LayerCall)
+        call.__dict__ = {**self.__dict__, "layer": layer, "grads": (grad,)}
+        return self._by_formula(call, known.locals, samples)
 
     def _shape_of(self, name: str, value: Tensor) -> torch.Size:
         return self.known.held.get(name, value).shape

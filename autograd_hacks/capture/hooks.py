@@ -333,8 +333,8 @@ def _begin(recorder: Recorder, path: str, model: nn.Module, args: tuple[Any, ...
 
 
 def _recorder_of(model: nn.Module) -> Recorder | None:
-    hooks = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Hook) and not hook.path)
-    return next((hook.recorder for hook in hooks), None)
+    found = [hook.recorder for hook in model._forward_pre_hooks.values() if isinstance(hook, Hook) and not hook.path]
+    return found[0] if found else None
 
 
 class Hook:

@@ -23,14 +23,14 @@ from autograd_hacks.support.copies import Copy
 from autograd_hacks.support.internals import global_hooks
 from autograd_hacks.support.layout import Layout, Layouts, is_time_first
 from autograd_hacks.support.parts import has_parts
-from autograd_hacks.support.trees import is_packed, tensors_in
+from autograd_hacks.support.trees import is_packed
 
 NESTED = (
     "the model was given a nested tensor or makes one, but rules need tensors of one shape. Give it a padded tensor, "
     "x.to_padded_tensor(0.0), and a mask for the padding."
 )
 
-_TRAINING = attrgetter("training")
+_TRAINING, _NESTED, _META = attrgetter("training"), attrgetter("is_nested"), attrgetter("is_meta")
 Parts = Callable[..., Any]
 """The model's arguments for some samples alone, from their numbers and the arguments for all."""
 OWN = 2
@@ -180,21 +180,20 @@ class Kinds:
 
     def look(
         self, within: Within, model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any],
-        modules: Sequence[nn.Module],
+        tensors: Sequence[Tensor], modules: Sequence[nn.Module],
     ) -> Known | None:  # fmt: skip
         """What is known of a forward that begins; None if no graph is to be read.  Notes its kind, and N, in it.
 
-        path: of the called module    modules: its own, and itself"""
+        path: of the called module    tensors: those among the arguments    modules: its own, and itself"""
         within.kind, within.samples = self.static, None
-        tensors = tensors_in(args, kwargs)
-        if [x for x in tensors if x.is_nested]:
+        if any(map(_NESTED, tensors)):
             within.kind = Kind()
             within.refuse([name for name, _ in model.named_parameters()], NESTED)
             return None
         # A layer by itself mixes nothing that its rule doesn't know.  If no rule covers it, samples are searched anyway.
         reads, hooks = self.probes or self.independent, [*model._forward_hooks, *global_hooks]
-        is_alone = rule_for(model) and len(hooks) <= OWN
-        if (self.is_covered and not reads) or (is_alone and self.batch_dim == 0):
+        is_alone = self.batch_dim == 0 and len(hooks) <= OWN and rule_for(model)
+        if (self.is_covered and not reads) or is_alone:
             return None
         by_name = self.batch_dim if isinstance(self.batch_dim, dict) else {}
         own = inspect.signature(model.forward).parameters if by_name else {}
@@ -203,7 +202,7 @@ class Kinds:
         axis = 0 if path else self.batch_dim if isinstance(self.batch_dim, int) else None
         if not self._is_whole:
             self._is_whole = not any(p is not None and is_lazy(p) for m in modules for p in m._parameters.values())
-        if not self._is_whole or [x for x in tensors if x.is_meta]:  # without numbers, forwards can't be read
+        if not self._is_whole or any(map(_META, tensors)):  # without numbers, forwards can't be read
             return None
         is_bag = batch.is_ragged and any(isinstance(module, nn.EmbeddingBag) for module in modules)
         axis = None if is_bag else axis  # entries are packed

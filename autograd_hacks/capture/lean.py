@@ -30,12 +30,12 @@ from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf, Value
-from autograd_hacks.support.internals import dispatch_modes, is_transformed, made, next_node, sequence_number
+from autograd_hacks.support.internals import count_dispatch_modes, is_transformed, made, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
 _plain = torch.autograd.backward
-_HOOKED: weakref.WeakSet[Backward] = weakref.WeakSet()
+_HOOKED: set[weakref.ref[Backward]] = set()
 """Those of hooked models."""
 _HANDLES: list[RemovableHandle] = []
 """The global hook of torch by which optimizers' steps are checked, if a model needs it."""
@@ -76,18 +76,20 @@ def meet(backward: Backward, ran: Ran) -> None:
     is_usual = within.kind.derives is False and not (within.refused or within.mixing or within.mixed_outputs)
     if within.facts.calls is None or not (compared and is_usual):
         return
-    trace, uses = ran.trace, [*ran.uses]
+    trace, met, uses = ran.trace, backward.met, [*ran.uses]
     uses += [node for one in compress(ran.noted, within.facts.calls) for node, _ in one.hooks]  # whose rules give rows
-    outputs, takers = [trace.nodes[k] for k, _ in trace.roots], [trace.nodes[k] for k in ran.takers]
-    own = map(id, backward.record.own_among(compared))
-    ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in (outputs, uses, takers))
-    made, leaves = range(ran.began, next_node()), frozenset([within.leaves[n] for n in own if n in within.leaves])
-    backward.met[within] = Met(made, ends, numbers, of_takers.intersection(made), leaves)
+    groups = [trace.nodes[k] for k, _ in trace.roots], uses, [trace.nodes[k] for k in ran.takers]
+    ends, numbers, of_takers = (frozenset(map(sequence_number, nodes)) for nodes in groups)
+    own, made = map(id, backward.record.own_among(compared)), range(ran.began, next_node())
+    leaves = frozenset([within.leaves[n] for n in own if n in within.leaves])
+    met[weakref.ref(within, lambda gone: met.pop(gone, None))] = Met(
+        made, ends, numbers, of_takers.intersection(made), leaves
+    )
 
 
 def attach(backward: Backward) -> None:
     """From now on, passes are seen as they begin.  If they fill no ``.grad``, optimizers' steps are checked, too."""
-    _HOOKED.add(backward)
+    _HOOKED.add(weakref.ref(backward, _HOOKED.discard))
     torch.autograd.backward = _backward
     RemovableHandle.__init__ = noting  # type: ignore[assignment,method-assign]
     if not (backward.wants_grad or _HANDLES):
@@ -98,7 +100,7 @@ def detach(backward: Backward) -> None:
     """Restores torch's own functions after the last model.
 
     Must not run while a model is garbage-collected, because torch may be iterating over its hooks then."""
-    _HOOKED.discard(backward)
+    _HOOKED.discard(weakref.ref(backward))
     while _HANDLES and not _HOOKED:
         _HANDLES.pop().remove()
     if not _HOOKED and torch.autograd.backward is _backward:
@@ -111,7 +113,7 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
     """Called after an optimizer's step.  Raises if all parameters that it should have moved have no ``.grad``."""
     # Only torch's own optimizers are known to skip parameters without .grad; others may read something else.
     hooked = [*_HOOKED] if Switch.on() and type(optimizer).__module__.startswith("torch.optim.") else []
-    for record in [own.record for own in hooked if not own.wants_grad]:
+    for record in [own.record for known in hooked if (own := known()) is not None and not own.wants_grad]:
         ours = [p for group in optimizer.param_groups for p in group["params"] if p in record.names]
         if any(p.grad is not None for p in ours):
             continue
@@ -138,7 +140,8 @@ def _backward(
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     nodes = (root.node if isinstance(root, GradientEdge) else getattr(root, "grad_fn", None) for root in tensors)
     values = [Value(node, root.output_nr) for root, node in zip(tensors, nodes) if node is not None]
-    roots, asked, hooks, models = [value.node for value in values], None, [], [*_HOOKED]
+    models = [own for known in [*_HOOKED] if (own := known()) is not None]
+    roots, asked, hooks = [value.node for value in values], None, []
     if watching := [own for own in models if own.has_new_hooks() and own.hears()]:
         hooks = since(min(own.looked for own in watching))
         for own in watching:
@@ -146,9 +149,9 @@ def _backward(
                 own.watching.over([(hooks_of, key) for hooks_of, key in hooks if key >= own.looked])
             own.has_looked()
     is_seen = Switch.on() and current_task() == NO_TASK and not is_transformed()
-    if is_seen and inputs is None and not (create_graph or hooks or dispatch_modes()):
+    if is_seen and inputs is None and not (create_graph or hooks or count_dispatch_modes()):
         asked = _asked(roots, models)
-    is_told = any(root is BEGAN.announced for root in tensors) or not models
+    is_told = not models or (BEGAN.announced is not None and any(root is BEGAN.announced for root in tensors))
     mixed = ABOVE.mixing_in(values) if is_seen and not is_told else {}
     with (
         kept(BEGAN, "reduced"),
@@ -165,10 +168,10 @@ def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
     nodes = [*roots]
     seen = set(nodes)
     for node in nodes:  # the list grows
-        ahead = {own for own, _ in node.next_functions if own is not None} - seen
-        ahead = {own for own in ahead if any(not (value.is_nested_tensor or value.shape) for value in made(own))}
-        seen |= ahead
-        nodes += ahead
+        for own, _ in node.next_functions:
+            if own is not None and own not in seen and not all(x.is_nested_tensor or x.shape for x in made(own)):
+                nodes.append(own)
+                seen.add(own)
     return frozenset((node.name(), getattr(node, "_saved_reduction", None)) for node in nodes)
 
 

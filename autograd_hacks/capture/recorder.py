@@ -138,7 +138,7 @@ class Recorder:
         before = self.tape
         self._stop()
         if self.kinds.independent and ran.known is not None:
-            self.marks, tapes = Marks(self._modules(path, model)), ran.within.kind.tapes
+            self.marks, tapes = Marks(ran.modules), ran.within.kind.tapes
             kept = [] if before is None else before.kept(self.marks.tensors)
             self.tape = Tape(model, ran.known.batch.leaves, tapes.constants, kept, tapes.latest())
             self.tape.goes_on = has_processes() and not self.is_aside
@@ -152,10 +152,11 @@ class Recorder:
     def _look(self, path: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ran: Ran) -> None:
         """Notes what is known of a forward as it begins."""
         check_undivided(model, (args, kwargs))
-        ran.ends = made_by(tensors_in(args, kwargs))
+        ran.ends = made_by(tensors := tensors_in(args, kwargs))
         if not path and not self.is_aside:
             ABOVE.learn(model, self)
-        ran.known = self.kinds.look(ran.within, model, path, args, kwargs, self._modules(path, model))
+        ran.modules = [*model.modules()] if path else self.tree.modules()
+        ran.known = self.kinds.look(ran.within, model, path, args, kwargs, tensors, ran.modules)
         self.record.last = ran.within
         self.record.arguments = None if path else (weakly(args), weakly(kwargs))
 
@@ -200,9 +201,6 @@ class Recorder:
             known = self.trained_before = parameters, trains, self.record.trained(parameters, path)
         return known[2]
 
-    def _modules(self, path: str, model: nn.Module) -> list[nn.Module]:
-        return [*model.modules()] if path else self.tree.modules()
-
     def watch_hooks(self, labels: Callable[[], Labels] | None, samples: int, hooks: UsersHooks = ()) -> None:
         """Watches the user's hooks on gradients, and those that come until a pass begins."""
         self.backward.watching = Watch(weakref.ref(self.backward), labels, samples)
@@ -220,8 +218,8 @@ class Recorder:
         if within.kind is self.kinds.static and not ran.is_covered():  # known by now
             self.kinds.is_covered = False
             args, kwargs = ran.arguments
-            ran.known = self.kinds.look(within, model, path, args, kwargs, self._modules(path, model))
-        if not any(x.grad_fn is not None for x in ran.outputs):
+            ran.known = self.kinds.look(within, model, path, args, kwargs, ran.tensors, ran.modules)
+        if not [x for x in ran.outputs if x.grad_fn is not None]:
             ran.known = None
         self.backward.watching = None
         self._read(path, model, ran)

@@ -230,8 +230,8 @@ class Segment:
         return told[0]
 
     def can_be_run_again(self) -> bool:
-        hooks = (hook() for recorded in self.passes for hook in recorded.hooks)
-        return any(hook is not None and hook.use is not None for hook in hooks)
+        hooks = [hook for recorded in self.passes for hook in recorded.hooks]
+        return any(own is not None and own.use is not None for own in [hook() for hook in hooks])
 
 
 @dataclass(eq=False)
@@ -319,7 +319,7 @@ class Record:
 
     def witnesses(self) -> list[Use]:
         """The uses that tell what forwards and passes were."""
-        return [use for recorded in self.passes for use in recorded.told_by]
+        return [use for segment in self.segments for recorded in segment.passes for use in recorded.told_by]
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -331,7 +331,7 @@ class Record:
 
     def free_what_was_read(self) -> None:
         """Frees the activations of passes that were read, so that two steps' records are never alive together."""
-        if all(segment.read and not segment.can_be_run_again() for segment in self.segments):
+        if not [segment for segment in self.segments if not segment.read or segment.can_be_run_again()]:
             self.segments = []
             self.why_empty = (
                 "the last backward pass was read already, and its record was freed when the next forward pass with "
@@ -384,14 +384,14 @@ class Record:
 
     def as_seen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's parameters by name, without those left out, as layers see them: whole, if processes hold shards."""
-        asked = self.asked(dict(parameters))
-        return asked | {name: x for name, x in self.gathered.items() if name in asked}
+        asked = dict(self.asked(parameters))
+        return asked | {name: x for name, x in self.gathered.items() if name in asked} if self.gathered else asked
 
     def trained(self, parameters: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
         """The same for trainable parameters.  Also works for those of a part, at a path, with the names used here."""
         return self.as_seen({self.name_of(p, path, name): p for name, p in parameters.items() if p.requires_grad})
 
-    def asked(self, named: dict[str, P]) -> dict[str, P]:
+    def asked(self, named: Mapping[str, P]) -> Mapping[str, P]:
         """The parameters that aren't left out, by name."""
         return {name: p for name, p in named.items() if name not in self.left_out} if self.left_out else named
 

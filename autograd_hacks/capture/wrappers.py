@@ -144,7 +144,7 @@ def check_unsharded(model: nn.Module) -> None:
     """Raises ShardedParameters if trainable parameters are in shards that can't be read.
 
     These are shards of FullyShardedDataParallel, or of ``fully_shard`` on a larger model of which this one is a part."""
-    if not has_processes() or "torch.distributed.fsdp" not in sys.modules:
+    if "torch.distributed.fsdp" not in sys.modules or not has_processes():
         return
     gathered = {id(module) for part in gathering(model) for module in part.modules()}
     managed = [m for m in model.modules() if "_is_fsdp_managed_module" in vars(m) and id(m) not in gathered]
@@ -160,8 +160,8 @@ def check_unsharded(model: nn.Module) -> None:
 
 def gathering(model: nn.Module) -> list[Any]:
     """The modules on which ``fully_shard`` was called (``FSDPModule``), which gather whole parameters while they run."""
-    sharded = sys.modules.get("torch.distributed.fsdp") if has_processes() else None
-    return [] if sharded is None else [module for module in model.modules() if isinstance(module, sharded.FSDPModule)]
+    sharded: Any = sys.modules.get("torch.distributed.fsdp")
+    return [m for m in model.modules() if isinstance(m, sharded.FSDPModule)] if sharded and has_processes() else []
 
 
 def has_processes() -> bool:

@@ -70,7 +70,7 @@ def agreed(
 
 def begin(model: nn.Module, recorder: Recorder) -> None:
     """Called when a forward with gradients begins.  In the first one, all processes find the tensors that replace shards."""
-    if has_processes() and gathering(model):
+    if gathering(model):
         if not recorder.record.gathered:
             learn(model, recorder)
         recorder.record.shards = versions_of_shards(dict(model.named_parameters()))

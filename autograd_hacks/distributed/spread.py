@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,20 +43,21 @@ class Sharded(Spread):
         if self.needed:
             check_shards(self.parameters, self.shards)
 
-    @contextmanager
-    def weights(self) -> Iterator[None]:
-        model = None if self.model is None else self.model()
+    def weights(self) -> AbstractContextManager[None]:
+        model = self.model() if self.model is not None and self.needed else None
         held = frozenset[int]() if model is None else _GATHERED.get(model, frozenset())
         missing = [part for part in self.needed if id(part) not in held]
-        if model is None or not missing:
+        return nullcontext() if model is None or not missing else _gathered(model, missing, held)
+
+
+@contextmanager
+def _gathered(model: nn.Module, missing: list[nn.Module], held: frozenset[int]) -> Iterator[None]:
+    _GATHERED[model] = held | {id(part) for part in missing}
+    try:
+        with whole(missing):
             yield
-            return
-        _GATHERED[model] = held | {id(part) for part in missing}
-        try:
-            with whole(missing):
-                yield
-        finally:
-            _GATHERED[model] = held
+    finally:
+        _GATHERED[model] = held
 
 
 @dataclass(eq=False)

@@ -7,14 +7,13 @@ from itertools import accumulate, groupby, repeat
 import torch
 from torch import Tensor
 
-from autograd_hacks.forms.base import BUDGET, Dense, Form, Index
+from autograd_hacks.forms.base import BUDGET, Dense, Form, Index, written_bytes
 from autograd_hacks.forms.factored import Factored, Paired, takes_positions
 from autograd_hacks.forms.numerics import members, pairs_of, slices_of
-from autograd_hacks.forms.outer import Zero
+from autograd_hacks.forms.outer import Outer, Zero
 from autograd_hacks.forms.positions import Positions
 from autograd_hacks.forms.projection import AnyMap
 from autograd_hacks.support.internals import times_each
-from autograd_hacks.support.memory import SMALL
 
 
 def scale(form: Form, factor: float | Tensor) -> Form:
@@ -38,19 +37,27 @@ def without_factor(forms: Mapping[str, Form]) -> tuple[Mapping[str, Form], float
     return (plain, factors.pop()) if len(factors) == 1 else (forms, 1.0)
 
 
-def scaled_at_once(forms: Mapping[str, Form | None]) -> dict[str, Tensor]:
-    """Rows that lack only a number as a factor, by one call for all: those on a GPU, and small ones."""
-    lacking = {
-        name: form
-        for name, form in forms.items()
-        if type(form) is Scaled and type(form.form) is Dense and not isinstance(form.factor, Tensor)
-        if (x.nbytes < SMALL if (x := form.held[0]).is_cpu else x.is_cuda) and x.is_contiguous()
-    }
-    rows, factors = [form.held[0] for form in lacking.values()], [form.factor for form in lacking.values()]
-    is_one = len({*factors}) == 1 and {(x.dtype, x.is_cpu) for x in rows} == {(torch.float32, True)}
+def scaled_at_once(forms: Mapping[str, Form | None], small: int) -> dict[str, Tensor]:
+    """Rows that lack only a number as a factor, by one call for all: a call for each takes longer than its work if they are
+    small, or on a GPU, where each launch takes the host's time.
+
+    small: the most bytes of one parameter's rows"""
+    lacking = {n: own for n, own in forms.items() if type(own) is Scaled and not isinstance(own.factor, Tensor)}
+    few = {n: own.form for n, own in lacking.items() if written_bytes(own) < small}
+    pairs = {n: x for n, x in few.items() if type(x) is Outer and x.shape == (x.fan_out, x.fan_in) and x.flat is not None}
+    given = {
+        name: form.like
+        for name, form in lacking.items()
+        if type(form.form) is Dense and form.like.is_contiguous() and (name in few or form.like.is_cuda)
+    } | {n: own.held[own.smallest] for n, own in pairs.items()}
+    factors, kinds = [lacking[n].factor for n in given], {(x.dtype, x.is_cpu) for x in given.values()}
     # A tensor takes 1 µs for each of them, and a number 2.
-    given = torch.tensor(factors[0], device="cpu") if is_one else factors
-    return dict(zip(lacking, times_each(rows, given))) if lacking else {}
+    is_one = len({*factors}) == 1 and kinds == {(torch.float32, True)}
+    factor = torch.tensor(factors[0], device="cpu") if is_one else factors
+    found = dict(zip(given, times_each([*given.values()], factor))) if given else {}
+    sides = [(own.left, found[n]) if own.smallest else (found[n], own.right) for n, own in pairs.items()]
+    rows = times_each([left.mT for left, _ in sides], [right for _, right in sides]) if sides else ()
+    return found | {n: own.contiguous() for n, own in zip(pairs, rows)}
 
 
 def magnitudes(form: Form) -> Form:

@@ -77,7 +77,10 @@ class Outer(Paired):
         else:  # the matrix kernel multiplies by it at no cost
             nothing = left.new_empty(()) if target is None else target
             rows = torch.baddbmm(nothing, left.mT, right, beta=0, alpha=factor, out=target)
-        return out if out is not None else rows.contiguous().view(self.samples, *self.shape)
+        # A view would keep its base, so that whoever wants memory of its own copies it.
+        return (
+            out if out is not None else rows.contiguous() if is_matrix else rows.contiguous().view(self.samples, *self.shape)
+        )
 
     def _ends(self, present: Tensor) -> list[int]:
         """How many positions each sample has, without padding; empty if leaving that out saves less than calls take."""

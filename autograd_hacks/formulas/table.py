@@ -185,7 +185,7 @@ def rule_for(layer: nn.Module) -> Rule | None:
     for cls in type(layer).__mro__:
         if cls in RULES:
             return RULES[cls]
-        if any(name in vars(cls) for name in _COMPUTES):
+        if any(map(vars(cls).__contains__, _COMPUTES)):
             return None
     return None
 

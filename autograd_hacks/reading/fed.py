@@ -71,9 +71,6 @@ _KINDS = {
 }
 
 
-_NOTHING = nullcontext()
-
-
 @cache
 def _kind_of(node: type) -> _Kind | None:
     if (kind := _KINDS.get(USUAL.get(node.__name__, node.__name__))) is None:
@@ -93,8 +90,7 @@ def _behind(value: Any, through: Collection[str], ends: Collection[Node] = ()) -
 
 def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
     """What the node of a layer's call takes; None for unknown kinds of nodes."""
-    layer, (node, *_) = known.layer, _behind((node, 0), _COPIES)
-    kind = _kind_of(node.__class__)
+    layer, kind = known.layer, _kind_of(node.__class__) or _kind_of((node := _behind((node, 0), _COPIES)[0]).__class__)
     if kind is None or hook.live is None or known.is_given or not isinstance(layer, kind.layer):
         return None
     raw, (args, kwargs) = kind.raw(node), hook.live
@@ -109,7 +105,7 @@ def taken_by(node: Any, hook: AtOutput, known: Layer) -> Taken | None:
             return UNKNOWN, None, None
     if saved is x or saved is None:  # no parameter that trains needs it
         return SAME, None, kind.settings(node)
-    with _NOTHING if type(x) is Tensor else without_subclasses():
+    with nullcontext() if type(x) is Tensor else without_subclasses():
         return SAME if _is_same(saved, x) else COPY, saved.dtype, kind.settings(node)
 
 

@@ -152,10 +152,13 @@ def _read(recorder: Recorder, ran: Ran) -> None:
         best.reader.follow(found)
     nodes, walk = best.reader.trace.nodes, best.reader.walk
     # Until rows agreed with whatever arrived they are compared with it; later it is enough that nothing else arrives.
-    compared, calls = walk.compared, best.reader.calls
-    within.compared = compared[calls] = compared.pop(calls, set())
-    if len(compared) > LAYERS:
-        del compared[next(iter(compared))]
+    if found.compared is None:
+        # Of what was read of the calls, what doesn't change with sizes.
+        compared, at = walk.compared, (best.reader.key[0], *[own[:5] for own in best.reader.key[1:]])
+        found.compared = compared[at] = compared.pop(at, set())
+        if len(compared) > LAYERS:
+            del compared[next(iter(compared))]
+    within.compared = found.compared
     packed = [k for k in found.planned or () if is_packed(nodes[k], by_users=True)]
     within.unsure = found.unsure.union(*[found.planned[k].names for k in packed if found.planned])
     if within.compared and recorder.backward.wants_grad:

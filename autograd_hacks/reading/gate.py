@@ -4,6 +4,7 @@ the loss's scale."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 import torch
 import torch.nn as nn
@@ -45,7 +46,7 @@ def read(
     scaling: the factor by which the loss was multiplied
     """
     record = recorder.record
-    parameters = record.asked(dict(parameters))
+    parameters = record.asked(parameters)
     check_word("reading", ON_REDUCTION, (*LOSS_TYPES, None), loss_type=loss_type)
     if record.on_arrival is not None:
         raise NothingRecorded(
@@ -61,16 +62,15 @@ def read(
     is_scaled, forms = isinstance(scaling, Tensor) or scaling != 1, dict[str, Form | None]()
     with outside_inference(), without_autocast(parameters.values()):
         gates = [Gate(segment, loss_type) for segment in readable_segments(parameters, record)]
-        known = zip(trainable, record.names.of(trainable.values()))
-        names, certificate = {n: own or record.name_of(trainable[n]) for n, own in known}, Certificate(record)
+        names = {n: own or record.name_of(trainable[n]) for n, own in zip(trainable, record.names.of(trainable.values()))}
         for gate in gates:
             gate.read_all()
-            if any(recorded.along for recorded in gate.segment.passes):
-                with torch.no_grad():
-                    for name, own in names.items():
-                        gate.certify(certificate, name, own)
-        with torch.no_grad():
-            certificate.check()
+        if compared := [gate for gate in gates if [own for own in gate.segment.passes if own.along]]:
+            certificate = Certificate(record)
+            with torch.no_grad():
+                for gate, (name, known) in product(compared, names.items()):
+                    gate.certify(certificate, name, known)
+                certificate.check()
         every = [gate.forms(names.values()) for gate in gates]
         if len(gates) > 1:
             every = [[_stack(own, gates, p) for *own, p in zip(*every, trainable.values())]]
@@ -96,8 +96,8 @@ class Gate:
         for number, recorded in enumerate(self.segment.passes):
             for use, grads in reversed(recorded.received.items()):
                 self._ask(number, use, grads)
-        documents = (call.within.documents for recorded in self.segment.passes for call in recorded.told_by)
-        self.samples = next((d.count for d in documents if d is not None), self.segment.batch_size())
+        told = [call.within.documents for recorded in self.segment.passes for call in recorded.told_by]
+        self.samples = next((d.count for d in told if d is not None), self.segment.batch_size())
 
     def _ask(self, number: int, call: Use, grads: OutputGrads) -> None:
         recorded, read, is_mean = self.segment.passes[number], self._read[number], self._is_mean[number]
@@ -107,14 +107,15 @@ class Gate:
         if is_told := forms is None:
             check_seen(call, grads)
             forms = call.forms(grads)
-        names, documents = dict(zip(call.known.locals, call.known.names)), call.within.documents
-        for local, form in forms.items():
-            found = self._terms[number].setdefault(names[local], {})
+        terms, documents = self._terms[number], call.within.documents
+        # The pass may not lead to all of them.
+        for name, form in [(n, forms[own]) for own, n in zip(call.known.locals, call.known.names) if own in forms]:
+            found = terms.setdefault(name, {})
             # A mean loss was divided by N.
             own = scale(form, form.samples if documents is None else documents.losses) if is_mean else form
             found[call] = add([found[call], own]) if call in found else own
             if is_told:
-                read.setdefault(names[local], []).append((call, grads, form))
+                read.setdefault(name, []).append((call, grads, form))
 
     def certify(self, certificate: Certificate, name: str, known: str) -> None:
         """Takes what was read of a parameter since the last call into a certificate.  name, known: see `Certificate.add`"""

@@ -40,10 +40,11 @@ _MICRO_BATCHES = (
 
 def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: Recorder) -> None:
     """Raises if a trainable parameter has no hook, or its layer has none."""
-    parameters_of = ((layer, layer._parameters.values()) for layer in recorder.unhooked())
-    missing = {layer for layer, own in parameters_of if any(p is not None and p.requires_grad for p in own)}
-    layers = [(path, own) for path, own in (model.named_modules() if missing else ()) if own in missing]
-    unhooked = [where(path, own) for path, own in layers if not isinstance(own, torch.jit.ScriptModule)]
+    missing = {
+        own for own in recorder.unhooked() if [p for p in own._parameters.values() if p is not None and p.requires_grad]
+    }
+    layers = model.named_modules() if missing else ()
+    unhooked = [where(path, own) for path, own in layers if own in missing and not isinstance(own, torch.jit.ScriptModule)]
     trained = {name: p for name, p in parameters.items() if p.requires_grad and p.is_leaf and p.grad is not None}
     watched = recorder.backward.watched.of(trained.values())
     unwatched = [f"parameter {name!r}" for name, handles in zip(trained, watched) if handles is None]
@@ -56,9 +57,8 @@ def check_hooked(model: nn.Module, parameters: Mapping[str, Tensor], recorder: R
 
 def check_known(model: nn.Module, record: Record) -> None:
     """Raises if layers used whole parameters that can't be matched to shards.  They would look like unused parameters."""
-    known = set(record.names.values()) if gathering(model) else set()
-    strange = [name for recorded in (record.passes if known else ()) for name in recorded.names() if name not in known]
-    if strange or (known and record.unseen.keys() - known):
+    known = {*record.names.values()} if gathering(model) else None
+    if known is not None and (record.unseen.keys() - known or any(recorded.names() - known for recorded in record.passes)):
         raise NothingRecorded(
             "fully_shard gathered parameters that the hooks don't know: a part of the model was called before the model "
             "itself, or parameters were replaced. Call autograd_hacks.add_hooks(model) again, then call the model itself, "
@@ -105,8 +105,7 @@ def readable_segments(parameters: Mapping[str, Tensor], record: Record) -> list[
             )
         if recorded.refused:
             raise _refusal(recorded.refused)
-        wrong = [reason for name, reason in record.last.facts.disproven.items() if name in recorded.names()]
-        if wrong:
+        if wrong := [why for name, why in record.last.facts.disproven.items() if name in recorded.names()]:
             for call, grads in recorded.received.items():
                 check_seen(call, grads)  # this may be why
             raise VerificationFailed(f"wrong per-sample gradients: {'; '.join(wrong)}.")
@@ -135,7 +134,7 @@ def check_sets_all(record: Record, what: str) -> None:
 def check_unseen(parameters: Mapping[str, Tensor], record: Record) -> None:
     """Raises if a parameter got gradient through a call that the hooks have not seen."""
     named = parameters.items() if record.unseen else ()
-    past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen]
+    past = [name for name, p in named if p.requires_grad and record.name_of(p) in record.unseen] if named else ()
     if not past:
         return
     if not record.forwards:
@@ -183,7 +182,7 @@ def check_independent(recorder: Recorder) -> None:
 def check_documents(recorder: Recorder) -> None:
     """Raises if rows of documents were requested and can't be assigned."""
     is_asked, record = recorder.segments is not None, recorder.record
-    if is_asked or any(use.within.documents is not None for use in record.witnesses()):
+    if is_asked or [use for use in record.witnesses() if use.within.documents is not None]:
         for use, own in (pair for recorded in record.passes for pair in recorded.received.items()):
             check_own_documents(use, own, is_asked)
 
@@ -254,9 +253,8 @@ def is_unscaled(scaler: torch.amp.GradScaler) -> bool:
 
 def check_ordinary(record: Record, what: str) -> None:
     """Raises if the record holds passes of `backprop_hess`, or of tokens.  what: is to be read, for messages"""
-    check_no_tokens(
-        any(own.within.documents is not None and own.within.documents.is_of_tokens for own in record.witnesses()), what
-    )
+    found = [own.within.documents for own in record.witnesses()]
+    check_no_tokens(bool([own for own in found if own is not None and own.is_of_tokens]), what)
     if record.hess_type is not None:
         raise NothingRecorded(
             f"there is no {what}: the record holds the passes of backprop_hess, whose rows are not samples' gradients. Run "

@@ -22,7 +22,7 @@ from autograd_hacks.capture.kinds import Facts, Whose
 from autograd_hacks.capture.log import Noted
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
-from autograd_hacks.capture.ways import way_of
+from autograd_hacks.capture.ways import Way, way_of
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
@@ -53,6 +53,7 @@ class Read(Facts):
     unsure: frozenset[str] = frozenset()  # the parameters of calls whose rules may see other values than autograd
     links: Sequence[Link] = ()  # see `Reader.links`
     linked: set[str] = field(default_factory=set)  # of which parameters these are
+    compared: set[str] | None = None  # see `Walk`; None until somebody looks
     planned: dict[int, Planned] | None = None  # by node of a use, what follows from the graph; None until somebody looks
     takers: Sequence[int] = ()  # the nodes that take a parameter
 
@@ -88,9 +89,8 @@ class Reader:
             if has_strides and x.stride(at) != 0 and x.shape[at] == samples:
                 self.given.setdefault(memory_of(x), []).append((x, at % x.ndim))
         self.is_plain = True  # whether what is read of the calls besides the walk can be compared
-        self.taken = list[Taken | None]()  # by call, see `taken_by`
-        self._way = cache(lambda value, own: way_of(value, {ran.leaf_of[name]: name for name in own}))
-        self.key, self.calls = self._keys()
+        self.taken: list[Taken | None] = []  # by call, see `taken_by`
+        self.key = self._key()
 
     def compares_with(self, usual: Layout) -> bool:
         """Whether each output that isn't at the usual place leads to a value of the batch to which one leads that is.
@@ -108,32 +108,28 @@ class Reader:
         with self._kept():
             return walked(self.trace, labels, samples, self.memory, *([modes] if modes else []))
 
-    def _keys(self) -> tuple[Hashable, Hashable]:
-        """What is read of the calls besides the walk; and of this, what doesn't change with sizes."""
-        key, calls, number, taken = list[Hashable](), list[Hashable](), self.number, self.taken
-        names = (*self.ran.leaves.values(),)  # the graph has the parameters themselves, which may have been exchanged
+    def _key(self) -> tuple[tuple[Hashable, ...], ...]:
+        """What is read of the calls besides the walk."""
+        number, taken = self.number, self.taken
+        key: list[tuple[Hashable, ...]] = [(*self.ran.leaves.values(),)]  # the names, which may have been exchanged
         for call, hooks, inputs in self.ran.noted:
-            known, own = call.known, None
+            known, own, at, given = call.known, None, None, None
             if len(hooks) == 1:
                 ((node, hook),) = hooks
                 own = taken_by(node, hook, known)
             taken.append(own)
             if len(hooks) != 1 or not known.is_plain:
                 self.is_plain = False
-                calls.append((known.ref, own))
-                key.append(calls[-1])
+                key.append((known.ref, own))
                 continue
-            at: Hashable = None
             if own is not None and own[0] is COPY:
                 at = tuple([(number.get(x), n) for x, n in argument_of(hook)])
-            calls.append(called := (known.ref, number.get(node), hook.number, at, own))
-            if not inputs:
-                given = call.args[0] if call.args else None
-                if isinstance(given, Tensor) and (wholes := self.given.get(memory_of(given))) is not None:
-                    apart = [(x.shape, x.stride(), given.storage_offset() - x.storage_offset()) for x, _ in wholes]
-                    at = *apart, given.shape, given.stride()
-            key.append((*called, hook.shape, at))
-        return (*key, names), (*calls, names)
+            x = None if inputs or not call.args else call.args[0]
+            if isinstance(x, Tensor) and (wholes := self.given.get(memory_of(x))) is not None:
+                apart = [(own.shape, own.stride(), x.storage_offset() - own.storage_offset()) for own, _ in wholes]
+                given = *apart, x.shape, x.stride()
+            key.append((known.ref, number.get(node), hook.number, at, own, hook.shape, given))
+        return tuple(key)
 
     def known(self) -> Read | None:
         """What was read of an equal forward before."""
@@ -164,7 +160,8 @@ class Reader:
 
     def mixing(self, walk: Walk) -> tuple[str, str]:
         """The name of a node at which samples mix, "" if none is known; and what was found there, if it isn't plain."""
-        return next(((self.trace.kinds[mix.node].name, mix.why) for mix in walk.mixes if mix.node >= 0), ("", ""))
+        found = [mix for mix in walk.mixes if mix.node >= 0] if walk.mixes else ()
+        return (self.trace.kinds[found[0].node].name, found[0].why) if found else ("", "")
 
     @cached_property
     def takers(self) -> Mapping[int, Sequence[tuple[int, int, int]]]:
@@ -324,12 +321,14 @@ class Reader:
         names = {self.number[leaf]: name for leaf, name in self.ran.leaves.items() if leaf in self.number}
         return cache(lambda k, behind=self.trace.behind: frozenset([names[j] for j in behind([k]) if j in names]))
 
-    def _planned(self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read) -> Planned:
+    def _planned(
+        self, k: int, values: Sequence[tuple[int, int, int]], whose: Whose, found: Read, ways: Callable[..., Way | None]
+    ) -> Planned:
         """What follows from the graph about the use at a node.  values, whose: see `Read`"""
         uses, nodes = list[ValueUse](), self.trace.nodes
         for j, number, place in values:
             own, value = tuple(sorted(self.below(j) - found.by_rule.get((k, place), set()))), Value(nodes[j], number)
-            uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else self._way(value, own)))
+            uses.append(ValueUse(place, shape_of(value), own, None if type(nodes[j]) is Leaf else ways(value, own)))
         every = tuple(dict.fromkeys([name for use in uses for name in use.names]))
         ids, node = frozenset([id(self.ran.parameters[name]) for name in every]), nodes[k]
         return Planned(node.name(), len(made(node)), tuple(uses), every, every, whose, ids, is_users(node))
@@ -348,7 +347,8 @@ class Reader:
                 for _, hook in noted.hooks:
                     hook.live = None
         if found.planned is None:
-            found.planned = {k: self._planned(k, *own, found) for k, own in found.uses.items()}
+            ways = cache(lambda value, own: way_of(value, {ran.leaf_of[name]: name for name in own}))
+            found.planned = {k: self._planned(k, *own, found, ways) for k, own in found.uses.items()}
             own, edges = {k for k in self.trace.leaves if nodes[k] in names}, self.trace.edges
             found.takers = [k for k, ahead in enumerate(edges) if any(e is not None and e[0] in own for e in ahead)]
         ran.takers = found.takers

@@ -77,13 +77,15 @@ def _is_autocast_on(device: str) -> bool:
 _may_autocast: Callable[[str], bool] = cache(torch.amp.is_autocast_available)
 
 
-@contextmanager
-def outside_inference() -> Iterator[None]:
+def outside_inference() -> AbstractContextManager[None]:
     """A context in which gradients can be enabled, even inside ``torch.inference_mode``.  They are off at first."""
-    if _HERE.is_outside and not torch.is_inference_mode_enabled():  # an open context puts the switches back
-        yield
-        return
-    is_inside, undo = torch.is_inference_mode_enabled(), switches(partial(setattr, _HERE, "is_outside", False))
+    is_inside = torch.is_inference_mode_enabled()
+    return _outside(is_inside) if is_inside or not _HERE.is_outside else nullcontext()  # an open one puts switches back
+
+
+@contextmanager
+def _outside(is_inside: bool) -> Iterator[None]:
+    undo = switches(partial(setattr, _HERE, "is_outside", False))
     with restored(undo), torch.inference_mode(False) if is_inside else nullcontext():
         _HERE.is_outside = True
         set_grad_enabled(torch.is_grad_enabled() and not is_inside)

@@ -102,9 +102,11 @@ def check(who: str, page: str, *optional: str, **numbers: Any) -> None:
     optional: those that may be None
     """
     for name, value in numbers.items():
-        allowed, is_optional = RANGES.get(f"{who}.{name}") or RANGES[name], name in optional
-        if not (value is None and is_optional) and (error := allowed.refusal(value)):
-            expected = allowed.text + ", or None" * is_optional
+        allowed = RANGES.get(f"{who}.{name}") or RANGES[name]
+        if not (
+            (type(value) in allowed.plain and allowed.low < value < allowed.high) or (value is None and name in optional)
+        ) and (error := allowed.refusal(value)):
+            expected = allowed.text + ", or None" * (name in optional)
             raise error(f"{who} was given {name}={value!r}; expected {expected}" + page)
 
 

@@ -37,12 +37,10 @@ def restored(undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def kept(own: object, *names: str) -> Iterator[None]:
+def kept(own: object, *names: str) -> AbstractContextManager[None]:
     """A context that restores an object's attributes: the named ones, or all."""
     attributes = vars(own)
-    with restored(partial(attributes.update, {name: attributes[name] for name in names or attributes})):
-        yield
+    return restored(partial(attributes.update, {name: attributes[name] for name in names or attributes}))
 
 
 def switches_kept() -> AbstractContextManager[None]:

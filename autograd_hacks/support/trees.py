@@ -139,8 +139,8 @@ def slots_of(thing: object) -> dict[str, Any]:
 
 def weakly(tree: Any) -> Any:
     """The tree with weak references instead of tensors, and of objects that support them; see `held`."""
-    if _is_flat(tree):
-        return _mapped(weakref.ref, tree)
+    if not tree or _is_flat(tree):
+        return _mapped(weakref.ref, tree) if tree else tree
 
     def at_leaf(leaf: Any) -> Any:
         try:
@@ -166,9 +166,8 @@ def held(tree: Any) -> Any:
 
 def _is_flat(tree: Any) -> bool:
     """Whether a tree is a tuple or a dictionary of tensors, as most arguments are."""
-    return type(tree) in (tuple, dict) and all(
-        isinstance(x, Tensor) for x in (tree if type(tree) is tuple else tree.values())
-    )
+    parts = tree if type(tree) is tuple else tree.values() if type(tree) is dict else (None,)
+    return not [x for x in parts if not isinstance(x, Tensor)]
 
 
 def _mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -229,8 +228,11 @@ class Tree:
         if self._counts != [*map(len, own)] or [n for n, name, _ in self._attributes if name not in own[n]]:
             self._counts = [*map(len, own)]
             self._attributes = [(n, name, None) for n, each in enumerate(own) for name in sorted(each.keys() - OF_MODULE)]
-        every = [(at, own[n][name], known) for at, (n, name, known) in enumerate(self._attributes)]
-        for at, value in [(at, value) for at, value, known in every if type(value) not in SIMPLE and value is not known]:
+        for at, value in [
+            (at, value)
+            for at, (n, name, known) in enumerate(self._attributes)
+            if type(value := own[n][name]) not in SIMPLE and value is not known
+        ]:
             items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
             if isinstance(value, Tensor) or not {type(x) for x in items} <= SIMPLE:
                 found.append(value)

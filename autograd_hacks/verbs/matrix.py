@@ -61,7 +61,7 @@ def small_alike(forms: Forms, max_bytes: int) -> list[dict[str, list[Tensor]]]:
         dtype, device, is_flat = held[0].dtype, held[0].device, type(form) is Outer or len(form.shape) == 1
         if numbers <= SMALL and dtype in (torch.float32, torch.float64) and (left := left - numbers * dtype.itemsize) >= 0:
             found.setdefault((dtype, device, shape), {})[name] = held if is_flat else [form.matrix()]
-    return [group for group in found.values() if len(group) > 1]
+    return [*found.values()]
 
 
 def norms_of(forms: Forms, samples: int, max_bytes: int) -> Tensor:
@@ -72,8 +72,8 @@ def norms_of(forms: Forms, samples: int, max_bytes: int) -> Tensor:
         if len(factors) == 1:
             parts.append(torch.cat(factors[0], 1))
         else:
-            products = reduce(torch.mul, [row_norms(torch.stack(own, 1).flatten(0, 1)) for own in factors])
-            parts.append(products.view(samples, len(group)))
+            stacked = (own[0] if len(own) == 1 else torch.stack(own, 1).flatten(0, 1) for own in factors)
+            parts.append(reduce(torch.mul, map(row_norms, stacked)).view(samples, len(group)))
     joined = {name for group in groups for name in group}
     return joint_norms([*parts, *[form.norms(max_bytes) for name, form in forms.items() if name not in joined]], samples)
 
@@ -253,7 +253,7 @@ class Matrix(Hinting, Shown, Mapping[str, Form]):
         def given(like: Tensor) -> Tensor:
             return w.to(like.device, torch.promote_types(w.dtype, accumulation_dtype(like.dtype))) * factor
 
-        for group in small_alike(forms, max_bytes):
+        for group in [own for own in small_alike(forms, max_bytes) if len(own) > 1]:
             factors = [*zip(*group.values())]
             own = given(like := factors[0][0]).to(like.dtype)
             if len(factors) == 1:

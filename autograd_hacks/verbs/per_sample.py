@@ -110,7 +110,7 @@ def compute_grad1(
     """
     recorder = recorder_of(model)
     spread = spread_of(model, recorder, None if set_grad else False)
-    parameters, seen = recorder.record.asked(dict(spread.parameters)), recorder.record.as_seen(spread.parameters)
+    parameters, seen = recorder.record.asked(spread.parameters), recorder.record.as_seen(spread.parameters)
     names = [name for name, p in parameters.items() if p.requires_grad]
 
     def counts(here: dict[str, Form | None]) -> list[int]:
@@ -131,7 +131,7 @@ def compute_grad1(
             with spread.reading(), outside_inference(), without_autocast(parameters.values()):
                 forms = read(model, seen, recorder, loss_type, scale)
                 with torch.no_grad():
-                    done = scaled_at_once(forms)
+                    done = scaled_at_once(forms, memory.SMALL)
                     for name, parameter in parameters.items():
                         write_rows(name, parameter, seen[name], forms.get(name), recorder.pool, done.get(name))
         except BaseException:  # leave no rows of an earlier step, and no mixture of two steps
@@ -161,9 +161,9 @@ def write_rows(
     """Sets ``grad1``, in the memory of the last step's rows if nothing else refers to that.
 
     like: the parameter, or the whole of it    done: the rows, if they are written"""
-    key, attributes, out = f"grad1 of {name}", parameter.__dict__, None
+    attributes, out = parameter.__dict__, None
     if form is not None and done is None and form.samples * form.shape.numel() * like.itemsize >= memory.SMALL:
-        pool.give_back(key, attributes.pop("grad1", None))
+        pool.give_back(key := f"grad1 of {name}", attributes.pop("grad1", None))
         out = pool.take(key, (form.samples, *form.shape), like)  # not a view, so that the pool can reuse the memory
     else:
         attributes.pop("grad1", None)  # free the old rows before writing new ones
