@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +55,7 @@ class Memo:
 
     def walk(self, trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory) -> Walk:
         """The walk of a forward, which is not walked if it is known."""
-        told = [
-            (own.samples.shape, tuple(own.samples.flatten().tolist())) if isinstance(own, Entries) else own
-            for own in roots.values()
-        ]
-        key = (trace.key, tuple(roots), tuple(told), samples)
+        key = (trace.key, tuple(roots), tuple(map(told, roots.values())), samples)
         entry = self._kept.get(key)
         if entry is not None and holds(entry.walk, trace, samples, memory):
             self._kept.move_to_end(key)
@@ -92,6 +88,11 @@ class Memo:
             if is_alike and places == [use[:2] for use in entry.walk.uses]:
                 return entry.walk.compared
         return {}
+
+
+def told(label: Label) -> Hashable:
+    """A label as a part of a key."""
+    return (label.samples.shape, *label.samples.flatten().tolist()) if isinstance(label, Entries) else label
 
 
 def holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:

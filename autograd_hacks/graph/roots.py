@@ -1,28 +1,32 @@
 """Where a walk begins: the outputs of a model, and on which of their axes the samples are.
 
 An output's axis is a hypothesis: a walk from it must arrive at the memory of the arguments with each sample's entries in
-their order.  A scalar output, such as the loss that a model returns itself, is no root: it is followed, through sums and
-means alone, to the values that it adds up.
+their order.  A number, such as a loss, is no root: it is followed, through what is linear alone, to the values that it adds
+up.  What isn't linear in several samples mixes them.  Of a loss that a model makes itself these values are roots; of one
+that is made of models' outputs, `Total` judges each of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import Kind, kind_of, node_name
+from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, Shape, entries, scattered
+from autograd_hacks.graph.laws import Kind, node_name
+from autograd_hacks.graph.memo import holds
 from autograd_hacks.graph.trace import Trace
 from autograd_hacks.graph.values import Indexed
-from autograd_hacks.graph.walk import Walk
+from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
 from autograd_hacks.support.graph import IDENTITIES, Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
-from autograd_hacks.support.layout import candidates
+from autograd_hacks.support.layout import Layout, candidates
 
 _SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
 _ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
@@ -42,25 +46,37 @@ _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _PRODUCTS, _RESHAPE, _SPLIT = 
 )  # fmt: skip
 
 
+class Added(NamedTuple):
+    """What numbers add up."""
+
+    values: Sequence[Value]
+    is_scaled: bool  # whether it is the root of their sum
+    read: Sequence[tuple[Any, str]]  # saved values on which that rests, as nodes with names
+
+
+Where = Layout | Tensor | Label
+"""Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
 Given = Mapping[int, Sequence[tuple[Tensor, int]]]
 """The arguments by their memory, each with the axis on which it has the samples."""
 
 
 def frontier(
-    loss: Value, samples: int, ends: Collection[Node], within: Collection[Node] | None = None, past: Collection[Value] = ()
-) -> tuple[list[Value], bool]:
-    """The values that a loss adds up, and whether it is a function f of their sum, as the root of a mean is.
+    roots: Sequence[Value], counts: Collection[int], ends: Collection[Node], within: Collection[Node] | None = None,
+    is_apart: Callable[[Value], bool] = lambda _: True,
+) -> Added:  # fmt: skip
+    """The values that numbers add up.
 
-    Each value has an axis that may be the samples', or is the result of an operation that isn't linear.  f has to be
-    applied to the whole loss, so that it scales the gradients of all samples alike.
+    Each has an axis that may be the samples', or is the result of an operation that isn't linear.  Only a root may be
+    applied to the whole: it divides the gradients of all samples alike.
 
+    counts: how many samples there may be
     ends: nodes at which to stop
     within: the nodes that lead there, if anything else is a constant
-    past: values that are followed further, if they can be
+    is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled = dict[Value, None](), [loss], True, False
-    if within is None and shape_of(loss).numel() != 1:  # no loss
-        return [loss], False
+    found, waiting, is_whole, is_scaled, read = dict[Value, None](), [*roots], True, False, list[tuple[Any, str]]()
+    if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
+        return Added([*roots], False, ())
     while waiting:
         is_whole &= len(waiting) == 1
         value = waiting.pop()
@@ -68,31 +84,167 @@ def frontier(
         if value in found or node in ends or type(node) is Leaf:
             continue
         name, shape, ahead = _name(node), shape_of(value), [x for x in inputs_of(node) if within is None or x.node in within]
-        is_one, first = shape.numel() == 1, node.next_functions[:1]
-        if name in _SUM or node.name() in IDENTITIES:
+        is_one, first, is_bilinear = shape.numel() == 1, node.next_functions[:1], name in _BILINEAR and len(ahead) == 1
+        has_axis = not is_one and any(candidates(shape, n, range(len(shape))) for n in counts)
+        if is_bilinear and name == "Mul" and (zero := _zero_factor(node, ahead[0] in first)):  # as of a term to be warmed up
+            read.append((node, zero))
+        elif name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
-        elif not is_one and value not in past and candidates(shape, samples, range(len(shape))):
+        elif has_axis and is_apart(value):
             found[value] = None
-        elif name in _LINEAR or (name in _BILINEAR and len(ahead) == 1 and (name != "Div" or first[0] in ahead)):
+        elif name in _LINEAR or (is_bilinear and (name != "Div" or first[0] in ahead)):
             waiting += ahead  # and it doesn't divide by them
         elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
             found |= dict.fromkeys(x for x in ahead if x in first)
         elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
             found |= dict.fromkeys(ahead)
             is_scaled |= name in _NORM
-        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and kind_of(node).is_entrywise:
+        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and _is_root(node, name):
             waiting, is_scaled = ahead, True
+            read += [(node, "exponent")] if name == "Pow" else ()
         else:
             found[value] = None
-    return list(found), is_scaled
+    return Added([*found], is_scaled, read)
+
+
+def _zero_factor(node: Any, is_first: bool) -> str:
+    """The name of a product's factor that is the number 0, "" if it isn't.  is_first: whether it is the other one's"""
+    x = kept_by(node, name := "other" if is_first else "self")
+    is_read = x is not None and (not isinstance(x, Tensor) or (not x.ndim and x.device.type == "cpu"))
+    return name if is_read and not x else ""
+
+
+def _is_root(node: Any, name: str) -> bool:
+    return name == "Sqrt" or (name == "Pow" and isinstance(x := kept_by(node, "exponent"), float) and x == 0.5)
+
+
+class Total(NamedTuple):
+    """Whether numbers add up what they read of models sample by sample.  It holds no node."""
+
+    shows: Sequence[tuple[Walk, int]]  # what shows it, with numbers of classes
+    mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
+
+    def holds(self, trace: Trace) -> bool:
+        """Whether this is so of an equal graph, too."""
+        return all(holds(walk, trace, count, NO_MEMORY) for walk, count in self.shows)
+
+
+Show = list[tuple[Walk, int]]
+
+
+def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
+    """Judges what numbers add up.
+
+    trace: their graph    read: N, a value of a model's, and the label of a gradient there, for each that is read"""
+    own, shows, mixed, leading = (
+        _Judging(trace, read),
+        Show(),
+        dict[int, int](),
+        {trace.number[at.node] for _, at, _ in read},
+    )
+    for k in reversed(trace.order):
+        leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
+    within, counts = {trace.nodes[k] for k in leading}, {samples for samples, *_ in read}
+    roots = [Value(trace.nodes[k], number) for k, number in trace.roots if k in leading]
+    added = frontier(roots, counts, own.ends, within, lambda value: own.of(value)[1] is None)
+    for value in added.values:
+        after = trace.behind([trace.number[value.node]])
+        behind = [n for n, (_, at, _) in enumerate(read) if trace.number[at.node] in after]
+        if not mixed.keys() >= {*behind}:
+            more, node = own.of(value)
+            shows += more
+            mixed |= {} if node is None else dict.fromkeys(behind, trace.number[node])
+    rests_on = [(trace.number[node], name, kept_by(node, name)) for node, name in added.read]
+    return Total([*shows, (Walk([], read=rests_on), 1)], mixed)
+
+
+class _Judging:
+    """Judges values that numbers add up.
+
+    The entries of each are sorted into classes, as an axis may do it, and labels of these are walked down to the models.  If
+    each class comes to one sample's entries there, it is a part of that sample's loss, in whatever order the loss has the
+    samples.
+    """
+
+    def __init__(self, trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> None:
+        self.trace, self.read, self.ends = trace, sorted(read, key=_FIRST), {value.node for _, value, _ in read}
+        self.known = dict[Value, tuple[Show, Any]]()
+
+    def of(self, value: Value) -> tuple[Show, Any]:
+        """What shows whether a value keeps samples apart, and the node at which they seem to mix."""
+        if value not in self.known:
+            self.known[value] = self._judge(value, Trace([value], (), self.trace.ends))
+        return self.known[value]
+
+    def _judge(self, value: Value, trace: Trace) -> tuple[Show, Any]:
+        read, shows, at = [own for own in self.read if own[1].node in trace.number], Show(), None
+        classes, number = (
+            [*self._classes(value, {samples for samples, *_ in read})],
+            [self.trace.number[x] for x in trace.nodes],
+        )
+        for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
+            walk = walked(trace, {0: label}, count, NO_MEMORY, (mode,))
+            is_apart = all(_are_apart(walk, trace, own, count) for _, own in groupby(read, _FIRST))
+            shown = Walk(
+                [], read=[(number[k], *own) for k, *own in walk.read], asked=[(number[k], *own) for k, *own in walk.asked]
+            )
+            shown.origins = {number[k]: own for k, own in walk.origins.items()}
+            if is_apart:
+                return [(shown, count)], None
+            shows.append((shown, count))
+            at = at or next((trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), value.node)
+        return shows, at
+
+    def _classes(self, value: Value, counts: Collection[int]) -> Iterator[tuple[Label, int]]:
+        """Classes to which the entries of a value may belong, the likeliest first, with their number."""
+        shape = shape_of(value)
+        for samples in counts:
+            for layout in candidates(shape, samples, range(len(shape))):
+                yield label_of(layout, shape, samples), samples
+            if (found := picked(value, samples, self.ends if shape[:1] == (samples,) else ())) is not None:
+                yield label_of(found[0], shape, samples), samples
+        yield from ((At(dim), size) for dim, size in enumerate(shape) if size not in (1, *counts))
+        yield One(0), 2  # as in a loop over samples
+
+
+NO_MEMORY = Memory(lambda _: False)
+_FIRST = itemgetter(0)
+
+
+def _are_apart(walk: Walk, trace: Trace, read: Iterable[tuple[int, Value, Label]], count: int) -> bool:
+    """Whether each class comes to one sample's entries.  read: of models that had as many samples"""
+    pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
+    for samples, value, own in read:
+        label, shape = walk.labels[trace.number[value.node]][value.number], shape_of(value)
+        if isinstance(label, Several) and 0 not in shape:
+            return False
+        if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
+            both = entries(label, shape, count, "cpu"), entries(own, shape, samples, "cpu")
+            pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
+    classes, of = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
+    return scattered(of, classes, count) is not None
+
+
+def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
+    """A place of samples as a label.  Of rows that are all one sample's, every entry is."""
+    if samples < 2:
+        return One(0)
+    if isinstance(at, Tensor):
+        return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
+    if not isinstance(at, Layout):
+        return at
+    size = shape[at.axis] // samples
+    outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
+    return At(at.axis, outer, inner)
 
 
 def _name(node: Any) -> str:
     return str(node.name().split("Backward")[0].rpartition("::")[2])
 
 
-def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tensor, Value] | None:
+def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tensor | One, Value] | None:
     """The sample of each entry on axis 0 of a value, if values picked the entries, as in h[mask]; None if nothing shows it.
+    `One` if it is that of all.
 
     Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0; to the
     nearest at some ends, if there are any.
@@ -106,8 +258,10 @@ def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tens
         node, number, rows = (in_order or by_values).popleft()
         shape = shape_of(Value(node, number))
         if shape and shape[0] == samples and (not ends or node in ends):
-            are_of_one = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
-            return (rows[:, 0], Value(node, number)) if are_of_one else None
+            if not (rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())):
+                return None
+            is_one = rows.numel() > 0 and bool((rows == rows[0, 0]).all())
+            return One(int(rows[0, 0])) if is_one else rows[:, 0], Value(node, number)
         other: Any
         for other, at in node.next_functions:
             is_parameter = type(other) is Leaf and isinstance(other.variable, Parameter)

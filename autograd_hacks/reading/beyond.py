@@ -29,16 +29,15 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, Shape, entries, scattered, viewed
-from autograd_hacks.graph.memo import KEPT, holds
-from autograd_hacks.graph.roots import frontier, picked
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, Shape, entries, viewed
+from autograd_hacks.graph.memo import KEPT, told
+from autograd_hacks.graph.roots import judged, label_of
 from autograd_hacks.graph.trace import END, Nested, Trace
-from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
-from autograd_hacks.reading.reader import Reader, agree, grads_kept, label_of
+from autograd_hacks.reading.reader import Reader, agree, grads_kept
 from autograd_hacks.support.contexts import plainly_saved
 from autograd_hacks.support.graph import Value, is_users, leaves_behind, line_of, made, nodes_behind, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
-from autograd_hacks.support.layout import Layout, candidates, samples_of_rows
+from autograd_hacks.support.layout import Layout, samples_of_rows
 from autograd_hacks.support.switch import Switch
 
 BETWEEN = (
@@ -52,7 +51,6 @@ MIXING = (
     "give the N losses to autograd_hacks.backward(losses). If two samples share a loss, run the model once for each half of "
     "such pairs."
 )
-_MEMORY = Memory(lambda _: False)
 
 
 def _ran_behind(
@@ -358,91 +356,23 @@ def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
             own for own in _read_of([node for node in ends if Returned not in node.metadata], marks)
             if own[1] > 1 and own[0].kinds.probes and own[0].record.documents is None and own[0].backward.hears()
         ]  # fmt: skip
+        if not read:
+            return refused
+        at, losses = (
+            [(trace.number[value.node], value.number, n, told(own)) for _, n, value, own in read],
+            read[0][0].kinds.losses,
+        )
         parameters = (p for own, *_ in read for p in own.record.names.keys())  # noqa: SIM118  # it has no iterator
         with grads_kept(parameters) if any(map(is_users, trace.nodes)) else nullcontext():
-            for samples in dict.fromkeys([own[1] for own in read]):
-                total = _Total(trace, samples, [own for own in read if own[1] == samples])
-                for value, node in total.unsorted(roots).items():
-                    after, why = trace.behind([trace.number[value.node]]), MIXING.format(node.name(), line_of(node))
-                    refused |= {own.backward: why for own, _, at, _ in total.read if trace.number[at.node] in after}
+            total = losses.pop(key := (trace.key, *at), None)
+            losses[key] = total = (
+                total if total is not None and total.holds(trace) else judged(trace, [own[1:] for own in read])
+            )
+            for old in [*losses][: -KEPT // 4]:
+                del losses[old]
+        nodes = {n: trace.nodes[k] for n, k in total.mixed.items()}
+        refused |= {read[n][0].backward: MIXING.format(node.name(), line_of(node)) for n, node in nodes.items()}
     return refused
-
-
-class _Total:
-    """A number, as it adds up what it reads of models that had N samples.
-
-    It is followed like one that a model makes itself, to the values that it adds up.  Their entries are sorted into classes,
-    as an axis may do it, and labels of these are walked down to the models.  If each class comes to one sample's entries
-    there, it is a part of that sample's loss, in whatever order the loss has the samples.
-    """
-
-    def __init__(self, trace: Trace, samples: int, read: Sequence[_Read]) -> None:
-        self.trace, self.samples, self.read, self.ends = trace, samples, read, {value.node for *_, value, _ in read}
-        self.walks = list[tuple[Walk, int]]()  # those that show whose its parts are, with the number of classes
-
-    def unsorted(self, roots: Sequence[Value]) -> Mapping[Value, Node]:
-        """Values of which nothing shows it, with the nodes where samples seem to mix."""
-        trace, kinds = self.trace, self.read[0][0].kinds
-        at = [(trace.number[value.node], value.number, label) for _, _, value, label in self.read]
-        known = kinds.losses.get(key := (trace.key, self.samples, *at))
-        if known is not None and all(holds(walk, trace, count, _MEMORY) for walk, count in known):
-            return {}
-        leading = {k for k, *_ in at}
-        for k in reversed(trace.order):
-            leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
-        within, past, wrong, added = {trace.nodes[k] for k in leading}, set[Value](), dict[Value, Node](), list[Value]()
-        while True:
-            found = (frontier(own, self.samples, self.ends, within, past)[0] for own in roots if own.node in within)
-            before, added = added, list(dict.fromkeys([value for own in found for value in own]))
-            if added == before or not (wrong := self._unsorted(added)):
-                break
-            past.update(wrong)
-        kinds.losses = dict([*kinds.losses.items()][-KEPT // 4 :]) | ({} if wrong else {key: self.walks})
-        return wrong
-
-    def _unsorted(self, values: Sequence[Value]) -> dict[Value, Node]:
-        nodes, modes = list[Node](), ("", ORDERS, ZEROS) if len(values) == 1 else ("",)  # first, no node is asked for more
-        for mode, (labels, count) in ((mode, own) for mode in modes for own in self._classes(values)):
-            if (node := self._mixes(values, labels, count, mode)) is None:
-                return {}
-            nodes.append(node)
-        if len(values) == 1:
-            return {values[0]: nodes[0]}
-        return {k: at for own in values for k, at in self._unsorted([own]).items()}
-
-    def _classes(self, values: Sequence[Value]) -> Iterator[tuple[Sequence[Label], int]]:
-        """Classes to which the entries of values may belong, the likeliest first, with their number."""
-        if len(values) != 1:
-            likeliest = [next(self._classes([value])) for value in values]
-            if all(count == self.samples for _, count in likeliest):
-                yield [labels[0] for labels, _ in likeliest], self.samples
-            return
-        shape = shape_of(values[0])
-        for layout in candidates(shape, self.samples, range(len(shape))):
-            yield [label_of(layout, shape, self.samples)], self.samples
-        if (found := picked(values[0], self.samples, self.ends if shape[:1] == (self.samples,) else ())) is not None:
-            is_of_one = len(found[0]) > 0 and bool((found[0] == found[0][0]).all())
-            yield [One(int(found[0][0])) if is_of_one else label_of(found[0], shape, self.samples)], self.samples
-        yield from (([At(dim)], size) for dim, size in enumerate(shape) if size not in (1, self.samples))
-        yield [One(0)], 2  # as in a loop over samples
-
-    def _mixes(self, values: Sequence[Value], labels: Sequence[Label], count: int, mode: str) -> Node | None:
-        """A node where samples seem to mix; None if each class comes to one sample's entries."""
-        self.trace.roots = [(self.trace.number[node], number) for node, number in values]
-        walk = walked(self.trace, dict(enumerate(labels)), count, _MEMORY, (mode,))
-        at = ((self.trace.number[node], node, n, own) for *_, (node, n), own in self.read)
-        found = [(walk.labels[k][n], own, shape_of(Value(node, n))) for k, node, n, own in at]
-        pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
-        for label, own, shape in found:
-            if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
-                both = entries(label, shape, count, "cpu"), entries(own, shape, self.samples, "cpu")
-                pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
-        classes, samples = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
-        are_apart = not any(isinstance(label, Several) and 0 not in shape for label, _, shape in found)
-        if are_apart and scattered(samples, classes, count) is not None:
-            self.walks.append((walk, count))
-            return None
-        return next((self.trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
 
 
 ABOVE.created, ABOVE.between, ABOVE.mixing_in = follow, read_between, mixing_in

@@ -18,7 +18,7 @@ from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, varying
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import fits
+from autograd_hacks.graph.roots import Where, fits, label_of
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
@@ -27,7 +27,7 @@ from autograd_hacks.reading.beyond import labels_by_node
 from autograd_hacks.reading.certificate import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
-from autograd_hacks.reading.reader import Read, Reader, Where, label_of
+from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, line_of, shape_of
 from autograd_hacks.support.layout import Layout
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from autograd_hacks.capture.kinds import runs_time_first
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.graph.label import One
-from autograd_hacks.graph.roots import frontier, picked
+from autograd_hacks.graph.roots import Where, frontier, picked
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.reading.reader import Where
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
 from autograd_hacks.support.trees import is_packed
@@ -137,9 +136,9 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         alone = not any(options.values())  # then other outputs without samples say as little as a loss
         outside = [slot for slot in outputs if not (options[slot] or slot in ran.packed)] if samples > 1 else ()
         losses = [slot for slot in outside if alone or outputs[slot].numel() == 1]
-        added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
-        options |= {value: candidates(shape_of(value), samples, axes) for values, _ in added.values() for value in values}
-        is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}
+        added = {slot: frontier([ran.value(slot)], [samples], ends | ran.ends) for slot in losses}
+        options |= {value: candidates(shape_of(value), samples, axes) for own in added.values() for value in own.values}
+        is_scaled, added_up = any(own.is_scaled for own in added.values()), {slot: own.values for slot, own in added.items()}
         make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
         chosen, taken_from = chosen_rows(ran, samples, options)
         if chosen or (added and not any(options.values())):  # a loss that adds up no samples is refused
@@ -173,8 +172,7 @@ def chosen_rows(
             continue
         rows, below = taken
         usual = [own for own in layouts if not own.axis]
-        if not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
-            is_of_one = len(rows) > 0 and bool((rows == rows[0]).all())
-            found[at] = One(int(rows[0])) if is_of_one else rows
+        if isinstance(rows, One) or not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
+            found[at] = rows
             taken_from.append(below)
     return found, taken_from
