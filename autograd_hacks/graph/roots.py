@@ -30,7 +30,7 @@ from autograd_hacks.support.layout import Layout, candidates
 
 _SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
 _ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
-binary_cross_entropy binary_cross_entropy_with_logits"""
+binary_cross_entropy binary_cross_entropy_with_logits dot"""
 _MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze expand repeat flip slice select unbind split
 split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
 masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg cumsum roll constant_pad_nd tril triu
@@ -46,10 +46,14 @@ _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _PRODUCTS, _RESHAPE, _SPLIT = 
 )  # fmt: skip
 
 
+Together = tuple[Value, ...]
+"""Values of which the entries at each place are taken together, as a loss takes predictions and targets."""
+
+
 class Added(NamedTuple):
     """What numbers add up."""
 
-    values: Sequence[Value]
+    values: Sequence[Together]
     is_scaled: bool  # whether it is the root of their sum
     read: Sequence[tuple[Any, str]]  # saved values on which that rests, as nodes with names
 
@@ -62,7 +66,7 @@ Given = Mapping[int, Sequence[tuple[Tensor, int]]]
 
 def frontier(
     roots: Sequence[Value], counts: Collection[int], ends: Collection[Node], within: Collection[Node] | None = None,
-    is_apart: Callable[[Value], bool] = lambda _: True,
+    is_apart: Callable[[Together], bool] = lambda _: True,
 ) -> Added:  # fmt: skip
     """The values that numbers add up.
 
@@ -74,14 +78,14 @@ def frontier(
     within: the nodes that lead there, if anything else is a constant
     is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled, read = dict[Value, None](), [*roots], True, False, list[tuple[Any, str]]()
+    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, str]]()
     if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
-        return Added([*roots], False, ())
+        return Added([(own,) for own in roots], False, ())
     while waiting:
         is_whole &= len(waiting) == 1
         value = waiting.pop()
         node: Any = value.node
-        if value in found or node in ends or type(node) is Leaf:
+        if (value,) in found or node in ends or type(node) is Leaf:
             continue
         name, shape, ahead = _name(node), shape_of(value), [x for x in inputs_of(node) if within is None or x.node in within]
         is_one, first, is_bilinear = shape.numel() == 1, node.next_functions[:1], name in _BILINEAR and len(ahead) == 1
@@ -90,20 +94,20 @@ def frontier(
             read.append((node, zero))
         elif name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
-        elif has_axis and is_apart(value):
-            found[value] = None
+        elif has_axis and is_apart((value,)):
+            found[(value,)] = None
         elif name in _LINEAR or (is_bilinear and (name != "Div" or first[0] in ahead)):
             waiting += ahead  # and it doesn't divide by them
-        elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
-            found |= dict.fromkeys(x for x in ahead if x in first)
-        elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
-            found |= dict.fromkeys(ahead)
+        elif is_one and ahead and (name in _LOSS or (name in _NORM and is_whole)):
+            found[tuple(ahead)] = None
             is_scaled |= name in _NORM
+        elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
+            found |= dict.fromkeys((x,) for x in ahead if x in first)
         elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and _is_root(node, name):
             waiting, is_scaled = ahead, True
             read += [(node, "exponent")] if name == "Pow" else ()
         else:
-            found[value] = None
+            found[(value,)] = None
     return Added([*found], is_scaled, read)
 
 
@@ -146,12 +150,12 @@ def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
         leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
     within, counts = {trace.nodes[k] for k in leading}, {samples for samples, *_ in read}
     roots = [Value(trace.nodes[k], number) for k, number in trace.roots if k in leading]
-    added = frontier(roots, counts, own.ends, within, lambda value: own.of(value)[1] is None)
-    for value in added.values:
-        after = trace.behind([trace.number[value.node]])
+    added = frontier(roots, counts, own.ends, within, lambda values: own.of(values)[1] is None)
+    for values in added.values:
+        after = trace.behind([trace.number[node] for node, _ in values])
         behind = [n for n, (_, at, _) in enumerate(read) if trace.number[at.node] in after]
         if not mixed.keys() >= {*behind}:
-            more, node = own.of(value)
+            more, node = own.of(values)
             shows += more
             mixed |= {} if node is None else dict.fromkeys(behind, trace.number[node])
     rests_on = [(trace.number[node], name, kept_by(node, name)) for node, name in added.read]
@@ -168,31 +172,27 @@ class _Judging:
 
     def __init__(self, trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> None:
         self.trace, self.read, self.ends = trace, sorted(read, key=_FIRST), {value.node for _, value, _ in read}
-        self.known = dict[Value, tuple[Show, Any]]()
+        self.known = dict[Together, tuple[Show, Any]]()
 
-    def of(self, value: Value) -> tuple[Show, Any]:
-        """What shows whether a value keeps samples apart, and the node at which they seem to mix."""
-        if value not in self.known:
-            self.known[value] = self._judge(value, Trace([value], (), self.trace.ends))
-        return self.known[value]
+    def of(self, values: Together) -> tuple[Show, Any]:
+        """What shows whether values keep samples apart, and the node at which they seem to mix."""
+        if values not in self.known:
+            self.known[values] = self._judge(values, Trace(values, (), self.trace.ends))
+        return self.known[values]
 
-    def _judge(self, value: Value, trace: Trace) -> tuple[Show, Any]:
-        read, shows, at = [own for own in self.read if own[1].node in trace.number], Show(), None
-        classes, number = (
-            [*self._classes(value, {samples for samples, *_ in read})],
-            [self.trace.number[x] for x in trace.nodes],
-        )
+    def _judge(self, values: Together, trace: Trace) -> tuple[Show, Any]:
+        read, number = [own for own in self.read if own[1].node in trace.number], [self.trace.number[x] for x in trace.nodes]
+        classes, shows, at = [*self._classes(values[0], {samples for samples, *_ in read})], Show(), None
         for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
-            walk = walked(trace, {0: label}, count, NO_MEMORY, (mode,))
+            walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
             is_apart = all(_are_apart(walk, trace, own, count) for _, own in groupby(read, _FIRST))
-            shown = Walk(
-                [], read=[(number[k], *own) for k, *own in walk.read], asked=[(number[k], *own) for k, *own in walk.asked]
-            )
+            shown = Walk([], read=[(number[k], name, x) for k, name, x in walk.read])
+            shown.asked = [(number[k], outs, ins) for k, outs, ins in walk.asked]
             shown.origins = {number[k]: own for k, own in walk.origins.items()}
             if is_apart:
                 return [(shown, count)], None
             shows.append((shown, count))
-            at = at or next((trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), value.node)
+            at = at or next((trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
         return shows, at
 
     def _classes(self, value: Value, counts: Collection[int]) -> Iterator[tuple[Label, int]]:

@@ -137,13 +137,19 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         outside = [slot for slot in outputs if not (options[slot] or slot in ran.packed)] if samples > 1 else ()
         losses = [slot for slot in outside if alone or outputs[slot].numel() == 1]
         added = {slot: frontier([ran.value(slot)], [samples], ends | ran.ends) for slot in losses}
-        options |= {value: candidates(shape_of(value), samples, axes) for own in added.values() for value in own.values}
-        is_scaled, added_up = any(own.is_scaled for own in added.values()), {slot: own.values for slot, own in added.items()}
+        together = [values for own in added.values() for values in own.values]
+        options |= {first: candidates(shape_of(first), samples, axes) for first, *_ in together}
+        is_scaled = any(own.is_scaled for own in added.values())
+        added_up = {slot: [value for values in own.values for value in values] for slot, own in added.items()}
         make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
+
+        def all_of(own: Mapping[Any, Where]) -> dict[int | Value, Where]:
+            return {other: own[first] for first, *others in together if first in own for other in others} | {**own}
+
         chosen, taken_from = chosen_rows(ran, samples, options)
         if chosen or (added and not any(options.values())):  # a loss that adds up no samples is refused
             by_layout = {slot: found[0] for slot, found in options.items() if found}
-            yield make({**by_layout, **chosen}, taken_from=taken_from)
+            yield make(all_of({**by_layout, **chosen}), taken_from=taken_from)
         options = {slot: found for slot, found in options.items() if found}
         turns = range(max(map(len, options.values()), default=0))
         alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
@@ -152,7 +158,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             by_layout = dict(zip(options, chosen_layouts))
             if by_layout not in tried and len(tried) < TRIES:
                 tried.append(by_layout)
-                yield make({**by_layout, **ran.packed})
+                yield make(all_of({**by_layout, **ran.packed}))
 
 
 def chosen_rows(
