@@ -55,7 +55,7 @@ class Added(NamedTuple):
 
     values: Sequence[Together]
     is_scaled: bool  # whether it is the root of their sum
-    read: Sequence[tuple[Any, str]]  # saved values on which that rests, as nodes with names
+    read: Sequence[tuple[Any, bool, bool]]  # the products and powers on which that rests, see `_is_special`
 
 
 Where = Layout | Tensor | Label
@@ -71,29 +71,31 @@ def frontier(
     """The values that numbers add up.
 
     Each has an axis that may be the samples', or is the result of an operation that isn't linear.  Only a root may be
-    applied to the whole: it divides the gradients of all samples alike.
+    applied to the whole: it divides the gradients of all samples alike.  Any other function of a sum mixes its samples.
 
     counts: how many samples there may be
     ends: nodes at which to stop
     within: the nodes that lead there, if anything else is a constant
     is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, str]]()
+    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, bool, bool]]()
     if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
         return Added([(own,) for own in roots], False, ())
     while waiting:
         is_whole &= len(waiting) == 1
-        value = waiting.pop()
+        value, is_special = waiting.pop(), False
         node: Any = value.node
         if (value,) in found or node in ends or type(node) is Leaf:
             continue
         name, shape, ahead = _name(node), shape_of(value), [x for x in inputs_of(node) if within is None or x.node in within]
         is_one, first, is_bilinear = shape.numel() == 1, node.next_functions[:1], name in _BILINEAR and len(ahead) == 1
         has_axis = not is_one and any(candidates(shape, n, range(len(shape))) for n in counts)
-        if is_bilinear and name == "Mul" and (zero := _zero_factor(node, ahead[0] in first)):  # as of a term to be warmed up
-            read.append((node, zero))
-        elif name in _SUM or node.name() in IDENTITIES:
+        if (is_bilinear and name == "Mul") or (name == "Pow" and is_one and is_whole):
+            read.append((node, is_first := ahead[0] in first, is_special := _is_special(node, is_first)))
+        if name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
+        elif is_bilinear and is_special:  # as of a term to be warmed up
+            continue
         elif has_axis and is_apart((value,)):
             found[(value,)] = None
         elif name in _LINEAR or (is_bilinear and (name != "Div" or first[0] in ahead)):
@@ -103,23 +105,20 @@ def frontier(
             is_scaled |= name in _NORM
         elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
             found |= dict.fromkeys((x,) for x in ahead if x in first)
-        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and _is_root(node, name):
+        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and (name == "Sqrt" or is_special):
             waiting, is_scaled = ahead, True
-            read += [(node, "exponent")] if name == "Pow" else ()
         else:
             found[(value,)] = None
     return Added([*found], is_scaled, read)
 
 
-def _zero_factor(node: Any, is_first: bool) -> str:
-    """The name of a product's factor that is the number 0, "" if it isn't.  is_first: whether it is the other one's"""
-    x = kept_by(node, name := "other" if is_first else "self")
-    is_read = x is not None and (not isinstance(x, Tensor) or (not x.ndim and x.device.type == "cpu"))
-    return name if is_read and not x else ""
-
-
-def _is_root(node: Any, name: str) -> bool:
-    return name == "Sqrt" or (name == "Pow" and isinstance(x := kept_by(node, "exponent"), float) and x == 0.5)
+def _is_special(node: Any, is_first: bool) -> bool:
+    """Whether a power is a root, or a product's factor is the number 0.  is_first: whether that isn't the first one"""
+    is_power = _name(node) == "Pow"
+    x = kept_by(node, "exponent" if is_power else "other" if is_first else "self")
+    if isinstance(x, Tensor):  # a GPU isn't waited for
+        return not (is_power or x.ndim or x.device.type != "cpu" or x)
+    return x == (0.5 if is_power else 0)
 
 
 class Total(NamedTuple):
@@ -127,10 +126,12 @@ class Total(NamedTuple):
 
     shows: Sequence[tuple[Walk, int]]  # what shows it, with numbers of classes
     mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
+    read: Sequence[tuple[int, bool, bool]]  # see `Added`
 
     def holds(self, trace: Trace) -> bool:
         """Whether this is so of an equal graph, too."""
-        return all(holds(walk, trace, count, NO_MEMORY) for walk, count in self.shows)
+        is_alike = all(_is_special(trace.nodes[k], is_first) is known for k, is_first, known in self.read)
+        return is_alike and all(holds(walk, trace, count, NO_MEMORY) for walk, count in self.shows)
 
 
 Show = list[tuple[Walk, int]]
@@ -158,8 +159,7 @@ def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
             more, node = own.of(values)
             shows += more
             mixed |= {} if node is None else dict.fromkeys(behind, trace.number[node])
-    rests_on = [(trace.number[node], name, kept_by(node, name)) for node, name in added.read]
-    return Total([*shows, (Walk([], read=rests_on), 1)], mixed)
+    return Total(shows, mixed, [(trace.number[node], is_first, known) for node, is_first, known in added.read])
 
 
 class _Judging:

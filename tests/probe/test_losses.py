@@ -20,6 +20,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.reading import beyond
 
 # Losses made inside the model
 
@@ -37,6 +38,13 @@ LOSSES: dict[str, How] = {
     "normed": lambda z: (z / z.norm()).sum(),
     "a root beside a mean": lambda z: z.square().mean().sqrt() + z.square().mean(),
     "a product": lambda z: z.square().mean() * z.exp().mean(),
+    "one pair": lambda z: -F.logsigmoid(z[0, 0] - z[-1, 0]),
+    "a mean's square": lambda z: z.mean().square(),
+    "a mean above a threshold": lambda z: F.relu(z.square().mean() - 1e-9),
+    "each other's target": lambda z: F.mse_loss(z, z.flip(0)),
+    "halves": lambda z: F.smooth_l1_loss(z[: len(z) // 2], z[-(len(z) // 2) :]),
+    "each other's probabilities": lambda z: F.binary_cross_entropy_with_logits(z, z.roll(1, 0).sigmoid()),
+    "a dot product": lambda z: z[:, 0] @ z[:, 0].roll(1),
     "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), z.var()),
 }
 DETACHED: dict[str, How] = {
@@ -296,6 +304,9 @@ OWN: dict[str, Loss] = {
     "means of the batch": of_each(lambda z, y: (z.mean(0) * torch.arange(4)).sum() + z.cumsum(0).mean()),
     "the worst": of_each(lambda z, y: F.cross_entropy(z, y, reduction="none").sort()[0][-2:].mean() + z.max()),
     "a Function": of_each(lambda z, y: Squared.apply(z).mean()),
+    "a term that is off": of_each(lambda z, y: 0.0 * z.var(0, correction=0).sum() + F.cross_entropy(z, y)),
+    "a dot product": of_each(lambda z, y: z[:, 0] @ z[:, 1].square()),
+    "their own targets": of_each(lambda z, y: F.mse_loss(z, z.square()) ** 0.5),
     "a checkpoint": of_each(lambda z, y: checkpoint(F.cross_entropy, z, y, use_reentrant=False)),
 }
 
@@ -333,6 +344,48 @@ def test_losses_of_single_samples_have_rows(name: str) -> None:
     with autograd_hacks.add_hooks(model := net()):
         for samples in (4, 5, 5, 1):
             check_rows(model, OWN[name], samples)
+
+
+@pytest.mark.parametrize("begins", [lambda z, t: t * z.std(0).sum(), lambda z, t: (z.square().mean() + 1) ** (0.5 + t)])
+def test_what_a_number_in_the_loss_turns_on(begins: Callable[[Tensor, float], Tensor]) -> None:
+    with autograd_hacks.add_hooks(model := net()):
+        for t in (0.0, 0.0, 0.1, 0.1, 0.0):
+            begins(model(torch.randn(5, 3).double()), t).backward()
+            with pytest.raises(SamplesMixed) if t else contextlib.nullcontext():
+                autograd_hacks.compute_grad1(model)
+
+
+TWO: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a sum": (True, lambda a, b: F.softplus(-a).mean() + F.softplus(b).mean()),
+    "one tensor": (True, lambda a, b: F.softplus(torch.cat([a, b])).mean()),
+    "a product": (False, lambda a, b: a.square().mean() * b.exp().mean()),
+    "each with each": (False, lambda a, b: F.softplus(a[:, :1] - b[:, 0]).mean()),
+    "moments": (False, lambda a, b: (a.mean(0) - b.mean(0)).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("samples", [(8, 8), (8, 16)])
+def test_losses_of_two_models(name: str, samples: tuple[int, int]) -> None:
+    models, (has_rows, loss) = (net(), net()), TWO[name]
+    with autograd_hacks.add_hooks(models[0]), autograd_hacks.add_hooks(models[1]):
+        for _ in range(2):
+            loss(*(model(torch.randn(n, 3).double()) for model, n in zip(models, samples))).backward()
+            for model in models:
+                with contextlib.nullcontext() if has_rows else pytest.raises(SamplesMixed, match="in the loss"):
+                    autograd_hacks.compute_grad1(model)
+
+
+def test_a_refusal_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+    monkeypatch.setattr(beyond, "judged", lambda *given, own=beyond.judged: judged.append(1) or own(*given))
+    with autograd_hacks.add_hooks(model := net()):
+        for _ in range(3):
+            z = model(torch.randn(6, 3).double())
+            sum(F.softplus(z[i, 0] - z[k, 0]) for i in range(6) for k in range(i)).backward()
+            with pytest.raises(SamplesMixed):
+                autograd_hacks.compute_grad1(model)
+    assert len(judged) == 1
 
 
 # Gates that are zero at first
