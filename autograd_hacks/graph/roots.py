@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, product
-from operator import itemgetter
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, Shape, entries, scattered
 from autograd_hacks.graph.laws import Kind, node_name
 from autograd_hacks.graph.memo import holds
-from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.trace import Plan, Trace
 from autograd_hacks.graph.values import Indexed
 from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
 from autograd_hacks.support.graph import IDENTITIES, Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
@@ -124,6 +125,7 @@ def _is_special(node: Any, is_first: bool) -> bool:
 class Total(NamedTuple):
     """Whether numbers add up what they read of models sample by sample.  It holds no node."""
 
+    plan: Plan  # of their graph
     shows: Sequence[tuple[Walk, int]]  # what shows it, with numbers of classes
     mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
     read: Sequence[tuple[int, bool, bool]]  # see `Added`
@@ -141,28 +143,25 @@ def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
     """Judges what numbers add up.
 
     trace: their graph    read: N, a value of a model's, and the label of a gradient there, for each that is read"""
-    own, shows, mixed, leading = (
-        _Judging(trace, read),
-        Show(),
-        dict[int, int](),
-        {trace.number[at.node] for _, at, _ in read},
-    )
+    judge, shows, mixed = cache(_Judge(trace, read)), Show(), dict[int, int]()
+    leading = {trace.number[at.node] for _, at, _ in read}
     for k in reversed(trace.order):
         leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
-    within, counts = {trace.nodes[k] for k in leading}, {samples for samples, *_ in read}
+    within, counts, ends = {trace.nodes[k] for k in leading}, {own[0] for own in read}, {own[1].node for own in read}
     roots = [Value(trace.nodes[k], number) for k, number in trace.roots if k in leading]
-    added = frontier(roots, counts, own.ends, within, lambda values: own.of(values)[1] is None)
+    added = frontier(roots, counts, ends, within, lambda values: judge(values)[1] is None)
     for values in added.values:
         after = trace.behind([trace.number[node] for node, _ in values])
-        behind = [n for n, (_, at, _) in enumerate(read) if trace.number[at.node] in after]
-        if not mixed.keys() >= {*behind}:
-            more, node = own.of(values)
+        behind = {n for n, (_, at, _) in enumerate(read) if trace.number[at.node] in after}
+        if not mixed.keys() >= behind:
+            more, node = judge(values)
             shows += more
             mixed |= {} if node is None else dict.fromkeys(behind, trace.number[node])
-    return Total(shows, mixed, [(trace.number[node], is_first, known) for node, is_first, known in added.read])
+    return Total(trace.plan, shows, mixed, [(trace.number[node], is_first, known) for node, is_first, known in added.read])
 
 
-class _Judging:
+@dataclass(frozen=True, eq=False)
+class _Judge:
     """Judges values that numbers add up.
 
     The entries of each are sorted into classes, as an axis may do it, and labels of these are walked down to the models.  If
@@ -170,59 +169,55 @@ class _Judging:
     samples.
     """
 
-    def __init__(self, trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> None:
-        self.trace, self.read, self.ends = trace, sorted(read, key=_FIRST), {value.node for _, value, _ in read}
-        self.known = dict[Together, tuple[Show, Any]]()
+    trace: Trace
+    read: Sequence[tuple[int, Value, Label]]
 
-    def of(self, values: Together) -> tuple[Show, Any]:
+    def __call__(self, values: Together) -> tuple[Show, Any]:
         """What shows whether values keep samples apart, and the node at which they seem to mix."""
-        if values not in self.known:
-            self.known[values] = self._judge(values, Trace(values, (), self.trace.ends))
-        return self.known[values]
-
-    def _judge(self, values: Together, trace: Trace) -> tuple[Show, Any]:
+        trace, shows, at = Trace(values, (), self.trace.ends), Show(), None
         read, number = [own for own in self.read if own[1].node in trace.number], [self.trace.number[x] for x in trace.nodes]
-        classes, shows, at = [*self._classes(values[0], {samples for samples, *_ in read})], Show(), None
+        classes = [*_classes(values[0], {own[0] for own in read}, {own[1].node for own in read})]
         for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
             walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
-            is_apart = all(_are_apart(walk, trace, own, count) for _, own in groupby(read, _FIRST))
             shown = Walk([], read=[(number[k], name, x) for k, name, x in walk.read])
             shown.asked = [(number[k], outs, ins) for k, outs, ins in walk.asked]
             shown.origins = {number[k]: own for k, own in walk.origins.items()}
-            if is_apart:
+            if _are_apart(walk, trace, read, count):
                 return [(shown, count)], None
             shows.append((shown, count))
             at = at or next((trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
         return shows, at
 
-    def _classes(self, value: Value, counts: Collection[int]) -> Iterator[tuple[Label, int]]:
-        """Classes to which the entries of a value may belong, the likeliest first, with their number."""
-        shape = shape_of(value)
-        for samples in counts:
-            for layout in candidates(shape, samples, range(len(shape))):
-                yield label_of(layout, shape, samples), samples
-            if (found := picked(value, samples, self.ends if shape[:1] == (samples,) else ())) is not None:
-                yield label_of(found[0], shape, samples), samples
-        yield from ((At(dim), size) for dim, size in enumerate(shape) if size not in (1, *counts))
-        yield One(0), 2  # as in a loop over samples
+
+def _classes(value: Value, counts: Collection[int], ends: Collection[Node]) -> Iterator[tuple[Label, int]]:
+    """Classes to which the entries of a value may belong, the likeliest first, with their number."""
+    shape = shape_of(value)
+    for samples in counts:
+        for layout in candidates(shape, samples, range(len(shape))):
+            yield label_of(layout, shape, samples), samples
+        if (found := picked(value, samples, ends if shape[:1] == (samples,) else ())) is not None:
+            yield label_of(found[0], shape, samples), samples
+    yield from ((At(dim), size) for dim, size in enumerate(shape) if size not in (1, *counts))
+    yield One(0), 2  # as in a loop over samples
 
 
 NO_MEMORY = Memory(lambda _: False)
-_FIRST = itemgetter(0)
 
 
-def _are_apart(walk: Walk, trace: Trace, read: Iterable[tuple[int, Value, Label]], count: int) -> bool:
-    """Whether each class comes to one sample's entries.  read: of models that had as many samples"""
-    pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
+def _are_apart(walk: Walk, trace: Trace, read: Sequence[tuple[int, Value, Label]], count: int) -> bool:
+    """Whether each class comes to one sample's entries, of the models that had as many samples."""
+    pairs, counts = [torch.zeros(2, 0, dtype=torch.long, device="cpu")], [own[0] for own in read]
     for samples, value, own in read:
         label, shape = walk.labels[trace.number[value.node]][value.number], shape_of(value)
         if isinstance(label, Several) and 0 not in shape:
             return False
         if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
-            both = entries(label, shape, count, "cpu"), entries(own, shape, samples, "cpu")
-            pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
-    classes, of = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
-    return scattered(of, classes, count) is not None
+            classes = entries(label, shape, count, "cpu")
+            classes = torch.where(classes < 0, classes, classes + count * counts.index(samples))
+            both = torch.broadcast_tensors(classes, entries(own, shape, samples, "cpu"))
+            pairs.append(torch.stack(both).flatten(1))
+    index, of = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
+    return scattered(of, index, count * len(read)) is not None
 
 
 def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:

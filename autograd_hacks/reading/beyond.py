@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, put_on, returned_in
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, returned_in
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import LayerCall, packed_into
 from autograd_hacks.capture.gradient_hooks import Labels
@@ -32,7 +32,7 @@ from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, Shape, entries, viewed
 from autograd_hacks.graph.memo import KEPT, told
 from autograd_hacks.graph.roots import judged, label_of
-from autograd_hacks.graph.trace import END, Nested, Trace
+from autograd_hacks.graph.trace import Nested, Trace
 from autograd_hacks.reading.reader import Reader, agree, grads_kept
 from autograd_hacks.support.contexts import plainly_saved
 from autograd_hacks.support.graph import Value, is_users, leaves_behind, line_of, made, nodes_behind, shape_of
@@ -336,42 +336,30 @@ def _computed(
         _attach(own, Reader(ran, samples, roots))
 
 
-class _Ends(frozenset[Node]):
-    """Instead of its own nodes it has those at which models have returned something, or have uses."""
-
-    def __contains__(self, node: Any) -> bool:
-        return Returned in node.metadata or put_on in node.metadata
-
-
 def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
     """Why passes from some values have no rows: of each model whose samples are compared on the way."""
-    refused, stops = dict[Backward, str](), _Ends(node for node, _ in roots)
-    if not any(map(stops.__contains__, nodes_behind([*stops], stops))):  # a pass of other models
-        return refused
+    behind, refused = returned_in(roots, stops_at_uses=True), dict[Backward, str]()
+    marked = {value.node for value in behind.marks}
     with suppress(Nested), plainly_saved():
-        trace = Trace(roots, (), stops)
-        ends = [node for node, kind in zip(trace.nodes, trace.kinds) if kind is END]
-        marks = {Value(node, n): mark for node in ends for n, mark in node.metadata.get(Returned, {}).items()}
         read = [
-            own for own in _read_of([node for node in ends if Returned not in node.metadata], marks)
+            own for own in _read_of([node for node in behind.ends if node not in marked], behind.marks)
             if own[1] > 1 and own[0].kinds.probes and own[0].record.documents is None and own[0].backward.hears()
         ]  # fmt: skip
-        if not read:
+        if not read:  # as in a pass of other models
             return refused
-        at, losses = (
-            [(trace.number[value.node], value.number, n, told(own)) for _, n, value, own in read],
-            read[0][0].kinds.losses,
-        )
+        losses = read[0][0].kinds.losses
+        trace = Trace(roots, (), frozenset(behind.ends), next((own.plan for own in reversed(losses.values())), None))
+        at = [(trace.number[value.node], value.number, samples, told(own)) for _, samples, value, own in read]
         parameters = (p for own, *_ in read for p in own.record.names.keys())  # noqa: SIM118  # it has no iterator
         with grads_kept(parameters) if any(map(is_users, trace.nodes)) else nullcontext():
             total = losses.pop(key := (trace.key, *at), None)
-            losses[key] = total = (
-                total if total is not None and total.holds(trace) else judged(trace, [own[1:] for own in read])
-            )
-            for old in [*losses][: -KEPT // 4]:
-                del losses[old]
-        nodes = {n: trace.nodes[k] for n, k in total.mixed.items()}
-        refused |= {read[n][0].backward: MIXING.format(node.name(), line_of(node)) for n, node in nodes.items()}
+            if total is None or not total.holds(trace):
+                total = judged(trace, [own[1:] for own in read])
+        losses[key] = total
+        for old in [*losses][: -KEPT // 4]:
+            del losses[old]
+        for n, k in total.mixed.items():
+            refused[read[n][0].backward] = MIXING.format(trace.nodes[k].name(), line_of(trace.nodes[k]))
     return refused
 
 

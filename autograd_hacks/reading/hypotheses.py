@@ -172,9 +172,8 @@ def chosen_rows(
     for at, layouts in options.items():
         value = ran.value(at)
         shape = shape_of(value)
-        if at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape):
-            continue
-        if (taken := picked(value, samples)) is None:
+        is_usual = at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape)
+        if is_usual or (taken := picked(value, samples)) is None:
             continue
         rows, below = taken
         usual = [own for own in layouts if not own.axis]
