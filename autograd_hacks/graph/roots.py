@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -51,12 +51,17 @@ Together = tuple[Value, ...]
 """Values of which the entries at each place are taken together, as a loss takes predictions and targets."""
 
 
+Look = Callable[[Any], Any]
+Show = tuple[Walk, int]
+"""A walk on which something rests, without its labels, and the number of classes."""
+
+
 class Added(NamedTuple):
     """What numbers add up."""
 
     values: Sequence[Together]
     is_scaled: bool  # whether it is the root of their sum
-    read: Sequence[tuple[Any, bool, bool]]  # the products and powers on which that rests, see `_is_special`
+    read: Sequence[tuple[Any, Look, Any]]  # what that rests on besides the graph: nodes, and what was seen there
 
 
 Where = Layout | Tensor | Label
@@ -79,7 +84,7 @@ def frontier(
     within: the nodes that lead there, if anything else is a constant
     is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, bool, bool]]()
+    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, Look, Any]]()
     if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
         return Added([(own,) for own in roots], False, ())
     while waiting:
@@ -92,7 +97,8 @@ def frontier(
         is_one, first, is_bilinear = shape.numel() == 1, node.next_functions[:1], name in _BILINEAR and len(ahead) == 1
         has_axis = not is_one and any(candidates(shape, n, range(len(shape))) for n in counts)
         if (is_bilinear and name == "Mul") or (name == "Pow" and is_one and is_whole):
-            read.append((node, is_first := ahead[0] in first, is_special := _is_special(node, is_first)))
+            look = partial(_is_special, is_first=ahead[0] in first)
+            read.append((node, look, is_special := look(node)))
         if name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
         elif is_bilinear and is_special:  # as of a term to be warmed up
@@ -122,42 +128,43 @@ def _is_special(node: Any, is_first: bool) -> bool:
     return x == (0.5 if is_power else 0)
 
 
+def reduction_of(node: Any) -> Any:
+    return getattr(node, "_saved_reduction", None)
+
+
 class Total(NamedTuple):
     """Whether numbers add up what they read of models sample by sample.  It holds no node."""
 
     plan: Plan  # of their graph
-    shows: Sequence[tuple[Walk, int]]  # what shows it, with numbers of classes
+    shows: Sequence[Show]  # what shows it
     mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
-    read: Sequence[tuple[int, bool, bool]]  # see `Added`
+    read: Sequence[tuple[int, Look, Any]]  # what else it rests on, see `Added`
+    reduced: frozenset[Any]  # how they become numbers: the kinds of the last nodes, and the reductions that these save
 
     def holds(self, trace: Trace) -> bool:
         """Whether this is so of an equal graph, too."""
-        is_alike = all(_is_special(trace.nodes[k], is_first) is known for k, is_first, known in self.read)
+        is_alike = all(look(trace.nodes[k]) == known for k, look, known in self.read)
         return is_alike and all(holds(walk, trace, count, NO_MEMORY) for walk, count in self.shows)
-
-
-Show = list[tuple[Walk, int]]
 
 
 def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
     """Judges what numbers add up.
 
     trace: their graph    read: N, a value of a model's, and the label of a gradient there, for each that is read"""
-    judge, shows, mixed = cache(_Judge(trace, read)), Show(), dict[int, int]()
-    leading = {trace.number[at.node] for _, at, _ in read}
-    for k in reversed(trace.order):
-        leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
-    within, counts, ends = {trace.nodes[k] for k in leading}, {own[0] for own in read}, {own[1].node for own in read}
-    roots = [Value(trace.nodes[k], number) for k, number in trace.roots if k in leading]
-    added = frontier(roots, counts, ends, within, lambda values: judge(values)[1] is None)
+    judge, shows, mixed = cache(_Judge(trace, read)), list[Show](), dict[int, int]()
+    counts, ends = {own[0] for own in read}, {own[1].node for own in read}
+    within = {trace.nodes[k] for k in trace.above([trace.number[node] for node in ends])}
+    roots = [Value(trace.nodes[k], number) for k, number in trace.roots]
+    added = frontier([own for own in roots if own.node in within], counts, ends, within, lambda values: not judge(values)[1])
     for values in added.values:
-        after = trace.behind([trace.number[node] for node, _ in values])
-        behind = {n for n, (_, at, _) in enumerate(read) if trace.number[at.node] in after}
-        if not mixed.keys() >= behind:
-            more, node = judge(values)
+        if len(mixed) < len(read):  # else nothing more can be found
+            more, wrong = judge(values)
             shows += more
-            mixed |= {} if node is None else dict.fromkeys(behind, trace.number[node])
-    return Total(trace.plan, shows, mixed, [(trace.number[node], is_first, known) for node, is_first, known in added.read])
+            mixed |= wrong
+    numbers = [node for node, shapes in zip(trace.nodes, trace.shapes) if () in shapes]
+    looks = [*added.read, *((node, reduction_of, reduction_of(node)) for node in numbers)]
+    reduced = frozenset([(node.name(), reduction_of(node)) for node in numbers])
+    return Total(trace.plan, shows, mixed, [(trace.number[node], *own) for node, *own in looks], reduced)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,21 +179,22 @@ class _Judge:
     trace: Trace
     read: Sequence[tuple[int, Value, Label]]
 
-    def __call__(self, values: Together) -> tuple[Show, Any]:
-        """What shows whether values keep samples apart, and the node at which they seem to mix."""
-        trace, shows, at = Trace(values, (), self.trace.ends), Show(), None
-        read, number = [own for own in self.read if own[1].node in trace.number], [self.trace.number[x] for x in trace.nodes]
-        classes = [*_classes(values[0], {own[0] for own in read}, {own[1].node for own in read})]
+    def __call__(self, values: Together) -> tuple[list[Show], dict[int, int]]:
+        """What shows whether values keep samples apart, and if they don't, the node where what is read seems to mix."""
+        trace, shows, at = Trace(values, (), self.trace.ends), list[Show](), list[Any]()
+        own, number = self.trace.number, [self.trace.number[node] for node in trace.nodes]
+        read = {n: one for n, one in enumerate(self.read) if one[1].node in trace.number}
+        classes = [*_classes(values[0], {one[0] for one in read.values()}, {one[1].node for one in read.values()})]
         for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
             walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
             shown = Walk([], read=[(number[k], name, x) for k, name, x in walk.read])
             shown.asked = [(number[k], outs, ins) for k, outs, ins in walk.asked]
-            shown.origins = {number[k]: own for k, own in walk.origins.items()}
-            if _are_apart(walk, trace, read, count):
-                return [(shown, count)], None
+            shown.origins = {number[k]: origin for k, origin in walk.origins.items()}
+            if _are_apart(walk, trace, [*read.values()], count):
+                return [(shown, count)], {}
             shows.append((shown, count))
-            at = at or next((trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
-        return shows, at
+            at += [trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0] or [values[0].node]
+        return shows, dict.fromkeys(read, own[at[0]])
 
 
 def _classes(value: Value, counts: Collection[int], ends: Collection[Node]) -> Iterator[tuple[Label, int]]:

@@ -297,13 +297,8 @@ def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Valu
 
 def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
     """Whether nodes that save values take what comes from the uses."""
-    trace, above = reader.trace, set(uses)
-    for k in reversed(trace.order):
-        if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
-            if trace.kinds[k].has_operands:
-                return True
-            above.add(k)
-    return False
+    trace = reader.trace
+    return any(trace.kinds[k].has_operands for k in trace.above(uses) - {*uses})
 
 
 def _attach(own: Recorder, reader: Reader) -> None:
@@ -336,9 +331,10 @@ def _computed(
         _attach(own, Reader(ran, samples, roots))
 
 
-def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
-    """Why passes from some values have no rows: of each model whose samples are compared on the way."""
-    behind, refused = returned_in(roots, stops_at_uses=True), dict[Backward, str]()
+def mixing_in(roots: Sequence[Value]) -> tuple[dict[Backward, str], frozenset[Any]]:
+    """Why passes from some values have no rows, of each model whose samples are compared on the way; and how these become
+    numbers."""
+    behind, refused, reduced = returned_in(roots, stops_at_uses=True), dict[Backward, str](), frozenset[Any]()
     marked = {value.node for value in behind.marks}
     with suppress(Nested), plainly_saved():
         read = [
@@ -346,7 +342,7 @@ def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
             if own[1] > 1 and own[0].kinds.probes and own[0].record.documents is None and own[0].backward.hears()
         ]  # fmt: skip
         if not read:  # as in a pass of other models
-            return refused
+            return refused, reduced
         losses = read[0][0].kinds.losses
         trace = Trace(roots, (), frozenset(behind.ends), next((own.plan for own in reversed(losses.values())), None))
         at = [(trace.number[value.node], value.number, samples, told(own)) for _, samples, value, own in read]
@@ -355,12 +351,12 @@ def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
             total = losses.pop(key := (trace.key, *at), None)
             if total is None or not total.holds(trace):
                 total = judged(trace, [own[1:] for own in read])
-        losses[key] = total
+        losses[key], reduced = total, total.reduced
         for old in [*losses][: -KEPT // 4]:
             del losses[old]
         for n, k in total.mixed.items():
             refused[read[n][0].backward] = MIXING.format(trace.nodes[k].name(), line_of(trace.nodes[k]))
-    return refused
+    return refused, reduced
 
 
 ABOVE.created, ABOVE.between, ABOVE.mixing_in = follow, read_between, mixing_in

@@ -68,7 +68,7 @@ class Chosen:
     def lost(self) -> dict[int, Value]:
         """For each loss of the model's own: a value in it that isn't known to be a sum over samples, if there is one."""
         known, reader, losses = self.hypothesis.places, self.reader, self.hypothesis.losses
-        every = ((slot, value) for slot, added in losses.items() for value in added)
+        every = ((slot, value) for slot, added in losses.items() for values in added.values for value in values)
         return {slot: value for slot, value in every if value not in known and not reader.is_own(value.node)}
 
     def replaces(self, before: Chosen) -> bool:
@@ -181,7 +181,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
         best, mixed_outputs = _without_mixed(ran, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
     found, samples = reader.read(), hypothesis.samples
-    found.is_scaled = hypothesis.is_scaled
+    found.is_scaled = any(added.is_scaled for added in hypothesis.losses.values())
     if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
@@ -214,7 +214,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     }
     is_plain = not (within.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
-    within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
+    within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole, losses={}, taken_from=())
     if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found

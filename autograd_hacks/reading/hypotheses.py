@@ -14,7 +14,7 @@ from torch import Tensor
 from autograd_hacks.capture.kinds import runs_time_first
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.graph.label import One
-from autograd_hacks.graph.roots import Where, frontier, picked
+from autograd_hacks.graph.roots import Added, Where, frontier, picked
 from autograd_hacks.probe.batch import Batch
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
@@ -34,8 +34,7 @@ class Hypothesis:
     counted_at: int | None = None  # the output whose axis 0 gives N
     counted_leaf: int | None = None  # the argument that gives N, if not the first
     is_whole: bool = True  # whether these are all places, and samples weren't mixed
-    losses: Mapping[int, Sequence[Value]] = field(default_factory=dict)  # by output, the tensors that a loss adds up
-    is_scaled: bool = False  # whether a loss is a function of its sum
+    losses: Mapping[int, Added] = field(default_factory=dict)  # by output, what a loss adds up
     taken_from: Collection[Value] = ()  # values with the samples on axis 0, in order, if entries were picked from them
 
     @property
@@ -139,9 +138,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         added = {slot: frontier([ran.value(slot)], [samples], ends | ran.ends) for slot in losses}
         together = [values for own in added.values() for values in own.values]
         options |= {first: candidates(shape_of(first), samples, axes) for first, *_ in together}
-        is_scaled = any(own.is_scaled for own in added.values())
-        added_up = {slot: [value for values in own.values for value in values] for slot, own in added.items()}
-        make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
+        make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added)
 
         def all_of(own: Mapping[Any, Where]) -> dict[int | Value, Where]:
             return {other: own[first] for first, *others in together if first in own for other in others} | {**own}
