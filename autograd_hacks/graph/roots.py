@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -51,17 +50,12 @@ Together = tuple[Value, ...]
 """Values of which the entries at each place are taken together, as a loss takes predictions and targets."""
 
 
-Look = Callable[[Any], Any]
-Show = tuple[Walk, int]
-"""A walk on which something rests, without its labels, and the number of classes."""
-
-
 class Added(NamedTuple):
     """What numbers add up."""
 
     values: Sequence[Together]
     is_scaled: bool  # whether it is the root of their sum
-    read: Sequence[tuple[Any, Look, Any]]  # what that rests on besides the graph: nodes, and what was seen there
+    read: Sequence[tuple[Any, Callable[[Any], Any], Any]]  # what that rests on: nodes, and what was seen there
 
 
 Where = Layout | Tensor | Label
@@ -84,7 +78,13 @@ def frontier(
     within: the nodes that lead there, if anything else is a constant
     is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled, read = dict[Together, None](), [*roots], True, False, list[tuple[Any, Look, Any]]()
+    found, waiting, is_whole, is_scaled, read = (
+        dict[Together, None](),
+        [*roots],
+        True,
+        False,
+        list[tuple[Any, Callable[[Any], Any], Any]](),
+    )
     if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
         return Added([(own,) for own in roots], False, ())
     while waiting:
@@ -123,9 +123,8 @@ def _is_special(node: Any, is_first: bool) -> bool:
     """Whether a power is a root, or a product's factor is the number 0.  is_first: whether that isn't the first one"""
     is_power = _name(node) == "Pow"
     x = kept_by(node, "exponent" if is_power else "other" if is_first else "self")
-    if isinstance(x, Tensor):  # a GPU isn't waited for
-        return not (is_power or x.ndim or x.device.type != "cpu" or x)
-    return x == (0.5 if is_power else 0)
+    is_read = not isinstance(x, Tensor) or not (is_power or x.ndim or x.device.type != "cpu")  # a GPU isn't waited for
+    return is_read and bool(x == (0.5 if is_power else 0))
 
 
 def reduction_of(node: Any) -> Any:
@@ -136,9 +135,9 @@ class Total(NamedTuple):
     """Whether numbers add up what they read of models sample by sample.  It holds no node."""
 
     plan: Plan  # of their graph
-    shows: Sequence[Show]  # what shows it
+    shows: Sequence[tuple[Walk, int]]  # what shows it: walks without labels, and numbers of classes
     mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
-    read: Sequence[tuple[int, Look, Any]]  # what else it rests on, see `Added`
+    read: Sequence[tuple[int, Callable[[Any], Any], Any]]  # what else it rests on, see `Added`
     reduced: frozenset[Any]  # how they become numbers: the kinds of the last nodes, and the reductions that these save
 
     def holds(self, trace: Trace) -> bool:
@@ -151,7 +150,7 @@ def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
     """Judges what numbers add up.
 
     trace: their graph    read: N, a value of a model's, and the label of a gradient there, for each that is read"""
-    judge, shows, mixed = cache(_Judge(trace, read)), list[Show](), dict[int, int]()
+    judge, shows, mixed = cache(partial(_judge, trace, read)), list[tuple[Walk, int]](), dict[int, int]()
     counts, ends = {own[0] for own in read}, {own[1].node for own in read}
     within = {trace.nodes[k] for k in trace.above([trace.number[node] for node in ends])}
     roots = [Value(trace.nodes[k], number) for k, number in trace.roots]
@@ -167,34 +166,28 @@ def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
     return Total(trace.plan, shows, mixed, [(trace.number[node], *own) for node, *own in looks], reduced)
 
 
-@dataclass(frozen=True, eq=False)
-class _Judge:
-    """Judges values that numbers add up.
+def _judge(
+    whole: Trace, every: Sequence[tuple[int, Value, Label]], values: Together
+) -> tuple[list[tuple[Walk, int]], dict[int, int]]:
+    """What shows whether values keep samples apart, and if they don't, the node where what is read of them seems to mix.
 
-    The entries of each are sorted into classes, as an axis may do it, and labels of these are walked down to the models.  If
-    each class comes to one sample's entries there, it is a part of that sample's loss, in whatever order the loss has the
-    samples.
-    """
+    Their entries are sorted into classes, as an axis may do it, and labels of these are walked down to the models.  If each
+    class comes to one sample's entries there, it is a part of that sample's loss, in whatever order the loss has them.
 
-    trace: Trace
-    read: Sequence[tuple[int, Value, Label]]
-
-    def __call__(self, values: Together) -> tuple[list[Show], dict[int, int]]:
-        """What shows whether values keep samples apart, and if they don't, the node where what is read seems to mix."""
-        trace, shows, at = Trace(values, (), self.trace.ends), list[Show](), list[Any]()
-        own, number = self.trace.number, [self.trace.number[node] for node in trace.nodes]
-        read = {n: one for n, one in enumerate(self.read) if one[1].node in trace.number}
-        classes = [*_classes(values[0], {one[0] for one in read.values()}, {one[1].node for one in read.values()})]
-        for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
-            walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
-            shown = Walk([], read=[(number[k], name, x) for k, name, x in walk.read])
-            shown.asked = [(number[k], outs, ins) for k, outs, ins in walk.asked]
-            shown.origins = {number[k]: origin for k, origin in walk.origins.items()}
-            if _are_apart(walk, trace, [*read.values()], count):
-                return [(shown, count)], {}
-            shows.append((shown, count))
-            at += [trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0] or [values[0].node]
-        return shows, dict.fromkeys(read, own[at[0]])
+    whole, every: see `judged`"""
+    trace, shows, at = Trace(values, (), whole.ends), list[tuple[Walk, int]](), list[int]()
+    number = [whole.number[node] for node in trace.nodes]
+    read = {n: own for n, own in enumerate(every) if own[1].node in trace.number}
+    classes = [*_classes(values[0], {own[0] for own in read.values()}, {own[1].node for own in read.values()})]
+    for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
+        walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
+        origins = {number[k]: origin for k, origin in walk.origins.items()}
+        asked = [(number[k], outs, ins) for k, outs, ins in walk.asked]
+        shows.append((Walk([], read=[(number[k], *own) for k, *own in walk.read], asked=asked, origins=origins), count))
+        if _are_apart(walk, trace, [*read.values()], count):
+            return shows[-1:], {}
+        at += [number[mix.node] for mix in walk.mixes if mix.node >= 0] or [whole.number[values[0].node]]
+    return shows, dict.fromkeys(read, at[0])
 
 
 def _classes(value: Value, counts: Collection[int], ends: Collection[Node]) -> Iterator[tuple[Label, int]]:
@@ -220,10 +213,9 @@ def _are_apart(walk: Walk, trace: Trace, read: Sequence[tuple[int, Value, Label]
         if isinstance(label, Several) and 0 not in shape:
             return False
         if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
-            classes = entries(label, shape, count, "cpu")
-            classes = torch.where(classes < 0, classes, classes + count * counts.index(samples))
-            both = torch.broadcast_tensors(classes, entries(own, shape, samples, "cpu"))
-            pairs.append(torch.stack(both).flatten(1))
+            both = entries(label, shape, count, "cpu"), entries(own, shape, samples, "cpu")
+            pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
+            pairs[-1][0] += (pairs[-1][0] >= 0) * count * counts.index(samples)  # classes of models with as many samples
     index, of = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
     return scattered(of, index, count * len(read)) is not None
 
