@@ -321,7 +321,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         slot, value = next(iter(lost.items()))
         return (
             f"{MIXING}: output number {slot} of the model, of shape {tuple(ran.outputs[slot].shape)}, has no axis with the "
-            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
+            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or the root "
             f"of one such sum. {value.node.name()}{line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
             "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
             "autograd_hacks.backward(losses). " + A_BATCH
