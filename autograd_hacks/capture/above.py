@@ -35,7 +35,7 @@ class Above:
     gathered: Callable[[nn.Module, frozenset[str]], list[nn.Module]]
     accumulate: Callable[[nn.Module], Any]
     describe: Callable[[nn.Module, bool], Any]
-    mixing_in: Callable[[Any], dict[Any, str]]
+    mixing_in: Callable[[Any], tuple[dict[Any, str], frozenset[Any]]]
 
 
 ABOVE = Above()

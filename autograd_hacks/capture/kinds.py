@@ -74,7 +74,7 @@ class Facts:
     covered: frozenset[str] = frozenset()  # the parameters for which some layer's rule gives rows
     disproven: Mapping[str, str] = field(default_factory=dict)  # why a parameter's rows are wrong
     returns_parameters: bool = False  # whether some output depends on parameters only
-    is_scaled: bool = False  # whether a loss inside the model is a function of a sum over the batch
+    is_scaled: bool = False  # whether a loss inside the model is the root of a sum over the batch
 
     @cached_property
     def plain(self) -> list[bool]:

@@ -30,7 +30,7 @@ from autograd_hacks.capture.gradient_hooks import since
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.errors import ParamGradSkipped
 from autograd_hacks.support.graph import CHECKPOINT, NEW, Leaf, Value
-from autograd_hacks.support.internals import count_dispatch_modes, is_transformed, made, next_node, sequence_number
+from autograd_hacks.support.internals import count_dispatch_modes, is_transformed, next_node, sequence_number
 from autograd_hacks.support.restored import kept
 from autograd_hacks.support.switch import NO_TASK, Switch, current_task
 
@@ -152,27 +152,15 @@ def _backward(
     if is_seen and inputs is None and not (create_graph or hooks or count_dispatch_modes()):
         asked = _asked(roots, models)
     is_told = not models or (BEGAN.announced is not None and any(root is BEGAN.announced for root in tensors))
-    mixed = ABOVE.mixing_in(values) if is_seen and not is_told else {}
+    mixed, reduced = ABOVE.mixing_in(values) if is_seen and not is_told else ({}, frozenset())
     with (
         kept(BEGAN, "reduced"),
         nullcontext() if asked is None else noted(roots, ASKED, asked),
         noted(roots, MIXED, mixed) if mixed else nullcontext(),
     ):
-        BEGAN.reduced = _reduced(roots)
+        BEGAN.reduced = reduced
         given = inputs if asked is None else asked.inputs
         _plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, given)
-
-
-def _reduced(roots: Iterable[Node]) -> frozenset[tuple[str, Any]]:
-    """How a loss becomes a number: the kinds of the last nodes, whose values are numbers, and the reductions they save."""
-    nodes = [*roots]
-    seen = set(nodes)
-    for node in nodes:  # the list grows
-        for own, _ in node.next_functions:
-            if own is not None and own not in seen and not all(x.is_nested_tensor or x.shape for x in made(own)):
-                nodes.append(own)
-                seen.add(own)
-    return frozenset((node.name(), getattr(node, "_saved_reduction", None)) for node in nodes)
 
 
 def _asked(roots: Iterable[Node], models: Iterable[Backward]) -> Asked | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -49,11 +49,7 @@ class Memo:
 
     def walk(self, trace: Trace, roots: Mapping[int, Label], samples: int, memory: Memory) -> Walk:
         """The walk of a forward, which is not walked if it is known."""
-        told = [
-            (own.samples.shape, tuple(own.samples.flatten().tolist())) if isinstance(own, Entries) else own
-            for own in roots.values()
-        ]
-        key = (trace.key, tuple(roots), tuple(told), samples)
+        key = (trace.key, tuple(roots), tuple(map(told, roots.values())), samples)
         walk = self._kept.get(key)
         if walk is not None and holds(walk, trace, samples, memory):
             self._kept.move_to_end(key)
@@ -86,6 +82,11 @@ class Memo:
             if is_alike and places == [use[:2] for use in before.uses]:
                 return before.compared
         return {}
+
+
+def told(label: Label) -> Hashable:
+    """A label as a part of a key."""
+    return (label.samples.shape, *label.samples.flatten().tolist()) if isinstance(label, Entries) else label
 
 
 def holds(walk: Walk, trace: Trace, samples: int, memory: Memory) -> bool:

@@ -1,32 +1,36 @@
 """Where a walk begins: the outputs of a model, and on which of their axes the samples are.
 
 An output's axis is a hypothesis: a walk from it must arrive at the memory of the arguments with each sample's entries in
-their order.  A scalar output, such as the loss that a model returns itself, is no root: it is followed, through sums and
-means alone, to the values that it adds up.
+their order.  A number, such as a loss, is no root: it is followed, through what is linear alone, to the values that it adds
+up.  What isn't linear in several samples mixes them.  Of a loss that a model makes itself these values are roots; of one
+that is made of models' outputs, `Total` judges each of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from autograd_hacks.graph.label import Owned, Shape, entries
-from autograd_hacks.graph.laws import Kind, kind_of, node_name
-from autograd_hacks.graph.trace import Trace
+from autograd_hacks.graph.label import At, Entries, Label, One, Owned, Several, Shape, entries, scattered
+from autograd_hacks.graph.laws import Kind, node_name
+from autograd_hacks.graph.memo import holds
+from autograd_hacks.graph.trace import Plan, Trace
 from autograd_hacks.graph.values import Indexed
-from autograd_hacks.graph.walk import Walk
+from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
 from autograd_hacks.support.graph import IDENTITIES, Leaf, Value, inputs_of, kept_by, made, number_of, operands_of, shape_of
-from autograd_hacks.support.layout import candidates
+from autograd_hacks.support.layout import Layout, candidates
 
 _SUMS = "sum mean nansum trace nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward"
 _ENTRIES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss multilabel_margin_loss
-binary_cross_entropy binary_cross_entropy_with_logits"""
+binary_cross_entropy binary_cross_entropy_with_logits dot"""
 _MOVES = """view unsafe_view reshape_alias permute transpose t squeeze unsqueeze expand repeat flip slice select unbind split
 split_with_sizes unsafe_split unsafe_split_with_sizes diagonal index unsafe_index index_select index_copy gather topk sort
 masked_select masked_fill where cat stack clone copy alias _to_copy add sub rsub neg cumsum roll constant_pad_nd tril triu
@@ -42,57 +46,200 @@ _SUM, _LOSS, _LINEAR, _BILINEAR, _NORM, _BY_ROWS, _PRODUCTS, _RESHAPE, _SPLIT = 
 )  # fmt: skip
 
 
+Together = tuple[Value, ...]
+"""Values of which the entries at each place are taken together, as a loss takes predictions and targets."""
+
+
+class Added(NamedTuple):
+    """What numbers add up."""
+
+    values: Sequence[Together]
+    is_scaled: bool  # whether it is the root of their sum
+    read: Sequence[tuple[Any, Callable[[Any], Any], Any]]  # what that rests on: nodes, and what was seen there
+
+
+Where = Layout | Tensor | Label
+"""Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
 Given = Mapping[int, Sequence[tuple[Tensor, int]]]
 """The arguments by their memory, each with the axis on which it has the samples."""
 
 
 def frontier(
-    loss: Value, samples: int, ends: Collection[Node], within: Collection[Node] | None = None, past: Collection[Value] = ()
-) -> tuple[list[Value], bool]:
-    """The values that a loss adds up, and whether it is a function f of their sum, as the root of a mean is.
+    roots: Sequence[Value], counts: Collection[int], ends: Collection[Node], within: Collection[Node] | None = None,
+    is_apart: Callable[[Together], bool] = lambda _: True,
+) -> Added:  # fmt: skip
+    """The values that numbers add up.
 
-    Each value has an axis that may be the samples', or is the result of an operation that isn't linear.  f has to be
-    applied to the whole loss, so that it scales the gradients of all samples alike.
+    Each has an axis that may be the samples', or is the result of an operation that isn't linear.  Only a root may be
+    applied to the whole: it divides the gradients of all samples alike.  Any other function of a sum mixes its samples.
 
+    counts: how many samples there may be
     ends: nodes at which to stop
     within: the nodes that lead there, if anything else is a constant
-    past: values that are followed further, if they can be
+    is_apart: whether a value with such an axis keeps samples apart; if it doesn't, it is followed further
     """
-    found, waiting, is_whole, is_scaled = dict[Value, None](), [loss], True, False
-    if within is None and shape_of(loss).numel() != 1:  # no loss
-        return [loss], False
+    found, waiting, is_whole, is_scaled, read = (
+        dict[Together, None](),
+        [*roots],
+        True,
+        False,
+        list[tuple[Any, Callable[[Any], Any], Any]](),
+    )
+    if within is None and any(shape_of(own).numel() != 1 for own in roots):  # no loss
+        return Added([(own,) for own in roots], False, ())
     while waiting:
         is_whole &= len(waiting) == 1
-        value = waiting.pop()
+        value, is_special = waiting.pop(), False
         node: Any = value.node
-        if value in found or node in ends or type(node) is Leaf:
+        if (value,) in found or node in ends or type(node) is Leaf:
             continue
         name, shape, ahead = _name(node), shape_of(value), [x for x in inputs_of(node) if within is None or x.node in within]
-        is_one, first = shape.numel() == 1, node.next_functions[:1]
+        is_one, first, is_bilinear = shape.numel() == 1, node.next_functions[:1], name in _BILINEAR and len(ahead) == 1
+        has_axis = not is_one and any(candidates(shape, n, range(len(shape))) for n in counts)
+        if (is_bilinear and name == "Mul") or (name == "Pow" and is_one and is_whole):
+            look = partial(_is_special, is_first=ahead[0] in first)
+            read.append((node, look, is_special := look(node)))
         if name in _SUM or node.name() in IDENTITIES:
             waiting += ahead
-        elif not is_one and value not in past and candidates(shape, samples, range(len(shape))):
-            found[value] = None
-        elif name in _LINEAR or (name in _BILINEAR and len(ahead) == 1 and (name != "Div" or first[0] in ahead)):
+        elif is_bilinear and is_special:  # as of a term to be warmed up
+            continue
+        elif has_axis and is_apart((value,)):
+            found[(value,)] = None
+        elif name in _LINEAR or (is_bilinear and (name != "Div" or first[0] in ahead)):
             waiting += ahead  # and it doesn't divide by them
-        elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
-            found |= dict.fromkeys(x for x in ahead if x in first)
-        elif is_one and (name in _LOSS or (name in _NORM and is_whole)):
-            found |= dict.fromkeys(ahead)
+        elif is_one and ahead and (name in _LOSS or (name in _NORM and is_whole)):
+            found[tuple(ahead)] = None
             is_scaled |= name in _NORM
-        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and kind_of(node).is_entrywise:
+        elif is_one and "crossentropy" in node.name().replace("_", "").lower():  # fused, and its weight is no sample's
+            found |= dict.fromkeys((x,) for x in ahead if x in first)
+        elif is_one and is_whole and len(ahead) == 1 and shape_of(ahead[0]).numel() == 1 and (name == "Sqrt" or is_special):
             waiting, is_scaled = ahead, True
         else:
-            found[value] = None
-    return list(found), is_scaled
+            found[(value,)] = None
+    return Added([*found], is_scaled, read)
+
+
+def _is_special(node: Any, is_first: bool) -> bool:
+    """Whether a power is a root, or a product's factor is the number 0.  is_first: whether that isn't the first one"""
+    is_power = _name(node) == "Pow"
+    x = kept_by(node, "exponent" if is_power else "other" if is_first else "self")
+    is_read = not isinstance(x, Tensor) or not (is_power or x.ndim or x.device.type != "cpu")  # a GPU isn't waited for
+    return is_read and bool(x == (0.5 if is_power else 0))
+
+
+def reduction_of(node: Any) -> Any:
+    return getattr(node, "_saved_reduction", None)
+
+
+class Total(NamedTuple):
+    """Whether numbers add up what they read of models sample by sample.  It holds no node."""
+
+    plan: Plan  # of their graph
+    shows: Sequence[tuple[Walk, int]]  # what shows it: walks without labels, and numbers of classes
+    mixed: Mapping[int, int]  # by the number of what is read, the node at which its samples seem to mix
+    read: Sequence[tuple[int, Callable[[Any], Any], Any]]  # what else it rests on, see `Added`
+    reduced: frozenset[Any]  # how they become numbers: the kinds of the last nodes, and the reductions that these save
+
+    def holds(self, trace: Trace) -> bool:
+        """Whether this is so of an equal graph, too."""
+        is_alike = all(look(trace.nodes[k]) == known for k, look, known in self.read)
+        return is_alike and all(holds(walk, trace, count, NO_MEMORY) for walk, count in self.shows)
+
+
+def judged(trace: Trace, read: Sequence[tuple[int, Value, Label]]) -> Total:
+    """Judges what numbers add up.
+
+    trace: their graph    read: N, a value of a model's, and the label of a gradient there, for each that is read"""
+    judge, shows, mixed = cache(partial(_judge, trace, read)), list[tuple[Walk, int]](), dict[int, int]()
+    counts, ends = {own[0] for own in read}, {own[1].node for own in read}
+    within = {trace.nodes[k] for k in trace.above([trace.number[node] for node in ends])}
+    roots = [Value(trace.nodes[k], number) for k, number in trace.roots]
+    added = frontier([own for own in roots if own.node in within], counts, ends, within, lambda values: not judge(values)[1])
+    for values in added.values:
+        if len(mixed) < len(read):  # else nothing more can be found
+            more, wrong = judge(values)
+            shows += more
+            mixed |= wrong
+    numbers = [node for node, shapes in zip(trace.nodes, trace.shapes) if () in shapes]
+    looks = [*added.read, *((node, reduction_of, reduction_of(node)) for node in numbers)]
+    reduced = frozenset([(node.name(), reduction_of(node)) for node in numbers])
+    return Total(trace.plan, shows, mixed, [(trace.number[node], *own) for node, *own in looks], reduced)
+
+
+def _judge(
+    whole: Trace, every: Sequence[tuple[int, Value, Label]], values: Together
+) -> tuple[list[tuple[Walk, int]], dict[int, int]]:
+    """What shows whether values keep samples apart, and if they don't, the node where what is read of them seems to mix.
+
+    Their entries are sorted into classes, as an axis may do it, and labels of these are walked down to the models.  If each
+    class comes to one sample's entries there, it is a part of that sample's loss, in whatever order the loss has them.
+
+    whole, every: see `judged`"""
+    trace, shows, at = Trace(values, (), whole.ends), list[tuple[Walk, int]](), list[int]()
+    number = [whole.number[node] for node in trace.nodes]
+    read = {n: own for n, own in enumerate(every) if own[1].node in trace.number}
+    classes = [*_classes(values[0], {own[0] for own in read.values()}, {own[1].node for own in read.values()})]
+    for mode, (label, count) in product(("", ORDERS, ZEROS), classes):  # first, no node is asked for more
+        walk = walked(trace, dict.fromkeys(range(len(values)), label), count, NO_MEMORY, (mode,))
+        origins = {number[k]: origin for k, origin in walk.origins.items()}
+        asked = {number[k]: own for k, own in walk.asked.items()}
+        shows.append((Walk([], read=[(number[k], *own) for k, *own in walk.read], asked=asked, origins=origins), count))
+        if _are_apart(walk, trace, [*read.values()], count):
+            return shows[-1:], {}
+        at += [number[mix.node] for mix in walk.mixes if mix.node >= 0] or [whole.number[values[0].node]]
+    return shows, dict.fromkeys(read, at[0])
+
+
+def _classes(value: Value, counts: Collection[int], ends: Collection[Node]) -> Iterator[tuple[Label, int]]:
+    """Classes to which the entries of a value may belong, the likeliest first, with their number."""
+    shape = shape_of(value)
+    for samples in counts:
+        for layout in candidates(shape, samples, range(len(shape))):
+            yield label_of(layout, shape, samples), samples
+        if (found := picked(value, samples, ends if shape[:1] == (samples,) else ())) is not None:
+            yield label_of(found[0], shape, samples), samples
+    yield from ((At(dim), size) for dim, size in enumerate(shape) if size not in (1, *counts))
+    yield One(0), 2  # as in a loop over samples
+
+
+NO_MEMORY = Memory(lambda _: False)
+
+
+def _are_apart(walk: Walk, trace: Trace, read: Sequence[tuple[int, Value, Label]], count: int) -> bool:
+    """Whether each class comes to one sample's entries, of the models that had as many samples."""
+    pairs, counts = [torch.zeros(2, 0, dtype=torch.long, device="cpu")], [own[0] for own in read]
+    for samples, value, own in read:
+        label, shape = walk.labels[trace.number[value.node]][value.number], shape_of(value)
+        if isinstance(label, Several) and 0 not in shape:
+            return False
+        if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
+            both = entries(label, shape, count, "cpu"), entries(own, shape, samples, "cpu")
+            pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
+            pairs[-1][0] += (pairs[-1][0] >= 0) * count * counts.index(samples)  # classes of models with as many samples
+    index, of = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
+    return scattered(of, index, count * len(read)) is not None
+
+
+def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
+    """A place of samples as a label.  Of rows that are all one sample's, every entry is."""
+    if samples < 2:
+        return One(0)
+    if isinstance(at, Tensor):
+        return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
+    if not isinstance(at, Layout):
+        return at
+    size = shape[at.axis] // samples
+    outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
+    return At(at.axis, outer, inner)
 
 
 def _name(node: Any) -> str:
     return str(node.name().split("Backward")[0].rpartition("::")[2])
 
 
-def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tensor, Value] | None:
+def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tensor | One, Value] | None:
     """The sample of each entry on axis 0 of a value, if values picked the entries, as in h[mask]; None if nothing shows it.
+    `One` if it is that of all.
 
     Each entry is followed to the entries from which it was taken, down to the nearest value with N of them on axis 0; to the
     nearest at some ends, if there are any.
@@ -106,8 +253,10 @@ def picked(root: Value, samples: int, ends: Collection[Node] = ()) -> tuple[Tens
         node, number, rows = (in_order or by_values).popleft()
         shape = shape_of(Value(node, number))
         if shape and shape[0] == samples and (not ends or node in ends):
-            are_of_one = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
-            return (rows[:, 0], Value(node, number)) if are_of_one else None
+            if not (rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())):
+                return None
+            is_one = rows.numel() > 0 and bool((rows == rows[0, 0]).all())
+            return One(int(rows[0, 0])) if is_one else rows[:, 0], Value(node, number)
         other: Any
         for other, at in node.next_functions:
             is_parameter = type(other) is Leaf and isinstance(other.variable, Parameter)

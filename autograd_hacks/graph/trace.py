@@ -177,6 +177,14 @@ class Trace:
             waiting += ahead
         return seen
 
+    def above(self, ends: Iterable[int]) -> set[int]:
+        """The nodes that lead to some nodes, with these."""
+        found = {*ends}
+        for k in reversed(self.order):
+            if any(edge is not None and edge[0] in found for edge in self.edges[k]):
+                found.add(k)
+        return found
+
     @cached_property
     def order(self) -> Sequence[int]:
         """Nodes, each before those that made its inputs."""

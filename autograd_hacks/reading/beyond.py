@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from autograd_hacks.capture.above import ABOVE
-from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, put_on, returned_in
+from autograd_hacks.capture.arrivals import AtNode, AtOutput, Behind, Returned, on_node, own_hook, returned_in
 from autograd_hacks.capture.backward import Backward
 from autograd_hacks.capture.calls import LayerCall, packed_into
 from autograd_hacks.capture.gradient_hooks import Labels
@@ -29,16 +29,15 @@ from autograd_hacks.capture.ran import Ran, packed_rows
 from autograd_hacks.capture.recorder import Recorder
 from autograd_hacks.capture.uses import NodeUse, Use
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, Shape, entries, scattered, viewed
-from autograd_hacks.graph.memo import KEPT, holds
-from autograd_hacks.graph.roots import frontier, picked
-from autograd_hacks.graph.trace import END, Nested, Trace
-from autograd_hacks.graph.walk import ORDERS, ZEROS, Memory, Walk, walked
-from autograd_hacks.reading.reader import Reader, agree, grads_kept, label_of
+from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, Shape, entries, viewed
+from autograd_hacks.graph.memo import KEPT, told
+from autograd_hacks.graph.roots import judged, label_of
+from autograd_hacks.graph.trace import Nested, Trace
+from autograd_hacks.reading.reader import Reader, agree, grads_kept
 from autograd_hacks.support.contexts import plainly_saved
 from autograd_hacks.support.graph import Value, is_users, leaves_behind, line_of, made, nodes_behind, shape_of
 from autograd_hacks.support.internals import current_node, sequence_number
-from autograd_hacks.support.layout import Layout, candidates, samples_of_rows
+from autograd_hacks.support.layout import Layout, samples_of_rows
 from autograd_hacks.support.switch import Switch
 
 BETWEEN = (
@@ -52,7 +51,6 @@ MIXING = (
     "give the N losses to autograd_hacks.backward(losses). If two samples share a loss, run the model once for each half of "
     "such pairs."
 )
-_MEMORY = Memory(lambda _: False)
 
 
 def _ran_behind(
@@ -299,13 +297,8 @@ def _labels(use: Use, node: Node, hook: AtOutput | None) -> tuple[int, dict[Valu
 
 def _leads_inside(reader: Reader, uses: Collection[int]) -> bool:
     """Whether nodes that save values take what comes from the uses."""
-    trace, above = reader.trace, set(uses)
-    for k in reversed(trace.order):
-        if any(edge is not None and edge[0] in above for edge in trace.edges[k]):
-            if trace.kinds[k].has_operands:
-                return True
-            above.add(k)
-    return False
+    trace = reader.trace
+    return any(trace.kinds[k].has_operands for k in trace.above(uses) - {*uses})
 
 
 def _attach(own: Recorder, reader: Reader) -> None:
@@ -338,111 +331,32 @@ def _computed(
         _attach(own, Reader(ran, samples, roots))
 
 
-class _Ends(frozenset[Node]):
-    """Instead of its own nodes it has those at which models have returned something, or have uses."""
-
-    def __contains__(self, node: Any) -> bool:
-        return Returned in node.metadata or put_on in node.metadata
-
-
-def mixing_in(roots: Sequence[Value]) -> dict[Backward, str]:
-    """Why passes from some values have no rows: of each model whose samples are compared on the way."""
-    refused, stops = dict[Backward, str](), _Ends(node for node, _ in roots)
-    if not any(map(stops.__contains__, nodes_behind([*stops], stops))):  # a pass of other models
-        return refused
+def mixing_in(roots: Sequence[Value]) -> tuple[dict[Backward, str], frozenset[Any]]:
+    """Why passes from some values have no rows, of each model whose samples are compared on the way; and how these become
+    numbers."""
+    behind, refused, reduced = returned_in(roots, stops_at_uses=True), dict[Backward, str](), frozenset[Any]()
+    marked = {value.node for value in behind.marks}
     with suppress(Nested), plainly_saved():
-        trace = Trace(roots, (), stops)
-        ends = [node for node, kind in zip(trace.nodes, trace.kinds) if kind is END]
-        marks = {Value(node, n): mark for node in ends for n, mark in node.metadata.get(Returned, {}).items()}
         read = [
-            own for own in _read_of([node for node in ends if Returned not in node.metadata], marks)
+            own for own in _read_of([node for node in behind.ends if node not in marked], behind.marks)
             if own[1] > 1 and own[0].kinds.probes and own[0].record.documents is None and own[0].backward.hears()
         ]  # fmt: skip
+        if not read:  # as in a pass of other models
+            return refused, reduced
+        losses = read[0][0].kinds.losses
+        trace = Trace(roots, (), frozenset(behind.ends), next((own.plan for own in reversed(losses.values())), None))
+        at = [(trace.number[value.node], value.number, samples, told(own)) for _, samples, value, own in read]
         parameters = (p for own, *_ in read for p in own.record.names.keys())  # noqa: SIM118  # it has no iterator
         with grads_kept(parameters) if any(map(is_users, trace.nodes)) else nullcontext():
-            for samples in dict.fromkeys([own[1] for own in read]):
-                total = _Total(trace, samples, [own for own in read if own[1] == samples])
-                for value, node in total.unsorted(roots).items():
-                    after, why = trace.behind([trace.number[value.node]]), MIXING.format(node.name(), line_of(node))
-                    refused |= {own.backward: why for own, _, at, _ in total.read if trace.number[at.node] in after}
-    return refused
-
-
-class _Total:
-    """A number, as it adds up what it reads of models that had N samples.
-
-    It is followed like one that a model makes itself, to the values that it adds up.  Their entries are sorted into classes,
-    as an axis may do it, and labels of these are walked down to the models.  If each class comes to one sample's entries
-    there, it is a part of that sample's loss, in whatever order the loss has the samples.
-    """
-
-    def __init__(self, trace: Trace, samples: int, read: Sequence[_Read]) -> None:
-        self.trace, self.samples, self.read, self.ends = trace, samples, read, {value.node for *_, value, _ in read}
-        self.walks = list[tuple[Walk, int]]()  # those that show whose its parts are, with the number of classes
-
-    def unsorted(self, roots: Sequence[Value]) -> Mapping[Value, Node]:
-        """Values of which nothing shows it, with the nodes where samples seem to mix."""
-        trace, kinds = self.trace, self.read[0][0].kinds
-        at = [(trace.number[value.node], value.number, label) for _, _, value, label in self.read]
-        known = kinds.losses.get(key := (trace.key, self.samples, *at))
-        if known is not None and all(holds(walk, trace, count, _MEMORY) for walk, count in known):
-            return {}
-        leading = {k for k, *_ in at}
-        for k in reversed(trace.order):
-            leading |= {k} if any(edge is not None and edge[0] in leading for edge in trace.edges[k]) else set()
-        within, past, wrong, added = {trace.nodes[k] for k in leading}, set[Value](), dict[Value, Node](), list[Value]()
-        while True:
-            found = (frontier(own, self.samples, self.ends, within, past)[0] for own in roots if own.node in within)
-            before, added = added, list(dict.fromkeys([value for own in found for value in own]))
-            if added == before or not (wrong := self._unsorted(added)):
-                break
-            past.update(wrong)
-        kinds.losses = dict([*kinds.losses.items()][-KEPT // 4 :]) | ({} if wrong else {key: self.walks})
-        return wrong
-
-    def _unsorted(self, values: Sequence[Value]) -> dict[Value, Node]:
-        nodes, modes = list[Node](), ("", ORDERS, ZEROS) if len(values) == 1 else ("",)  # first, no node is asked for more
-        for mode, (labels, count) in ((mode, own) for mode in modes for own in self._classes(values)):
-            if (node := self._mixes(values, labels, count, mode)) is None:
-                return {}
-            nodes.append(node)
-        if len(values) == 1:
-            return {values[0]: nodes[0]}
-        return {k: at for own in values for k, at in self._unsorted([own]).items()}
-
-    def _classes(self, values: Sequence[Value]) -> Iterator[tuple[Sequence[Label], int]]:
-        """Classes to which the entries of values may belong, the likeliest first, with their number."""
-        if len(values) != 1:
-            likeliest = [next(self._classes([value])) for value in values]
-            if all(count == self.samples for _, count in likeliest):
-                yield [labels[0] for labels, _ in likeliest], self.samples
-            return
-        shape = shape_of(values[0])
-        for layout in candidates(shape, self.samples, range(len(shape))):
-            yield [label_of(layout, shape, self.samples)], self.samples
-        if (found := picked(values[0], self.samples, self.ends if shape[:1] == (self.samples,) else ())) is not None:
-            is_of_one = len(found[0]) > 0 and bool((found[0] == found[0][0]).all())
-            yield [One(int(found[0][0])) if is_of_one else label_of(found[0], shape, self.samples)], self.samples
-        yield from (([At(dim)], size) for dim, size in enumerate(shape) if size not in (1, self.samples))
-        yield [One(0)], 2  # as in a loop over samples
-
-    def _mixes(self, values: Sequence[Value], labels: Sequence[Label], count: int, mode: str) -> Node | None:
-        """A node where samples seem to mix; None if each class comes to one sample's entries."""
-        self.trace.roots = [(self.trace.number[node], number) for node, number in values]
-        walk = walked(self.trace, dict(enumerate(labels)), count, _MEMORY, (mode,))
-        at = ((self.trace.number[node], node, n, own) for *_, (node, n), own in self.read)
-        found = [(walk.labels[k][n], own, shape_of(Value(node, n))) for k, node, n, own in at]
-        pairs = [torch.zeros(2, 0, dtype=torch.long, device="cpu")]
-        for label, own, shape in found:
-            if isinstance(label, Owned) and isinstance(own, Owned) and 0 not in shape:
-                both = entries(label, shape, count, "cpu"), entries(own, shape, self.samples, "cpu")
-                pairs.append(torch.stack(torch.broadcast_tensors(*both)).flatten(1))
-        classes, samples = (joint := torch.cat(pairs, 1))[:, (joint >= 0).all(0)]
-        are_apart = not any(isinstance(label, Several) and 0 not in shape for label, _, shape in found)
-        if are_apart and scattered(samples, classes, count) is not None:
-            self.walks.append((walk, count))
-            return None
-        return next((self.trace.nodes[mix.node] for mix in walk.mixes if mix.node >= 0), values[0].node)
+            total = losses.pop(key := (trace.key, *at), None)
+            if total is None or not total.holds(trace):
+                total = judged(trace, [own[1:] for own in read])
+        losses[key], reduced = total, total.reduced
+        for old in [*losses][: -KEPT // 4]:
+            del losses[old]
+        for n, k in total.mixed.items():
+            refused[read[n][0].backward] = MIXING.format(trace.nodes[k].name(), line_of(trace.nodes[k]))
+    return refused, reduced
 
 
 ABOVE.created, ABOVE.between, ABOVE.mixing_in = follow, read_between, mixing_in

@@ -17,7 +17,7 @@ from autograd_hacks.errors import A_BATCH, NO_BATCH
 from autograd_hacks.formulas.table import rule_for
 from autograd_hacks.graph.label import NOBODY, Entries, Label, Owned, entries, varying
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import fits
+from autograd_hacks.graph.roots import Where, fits, label_of
 from autograd_hacks.graph.trace import Nested
 from autograd_hacks.graph.walk import ZEROS
 from autograd_hacks.probe.documents import Documents, unassigned
@@ -26,7 +26,7 @@ from autograd_hacks.reading.beyond import labels_by_node
 from autograd_hacks.reading.certificate import check_rules
 from autograd_hacks.reading.hypotheses import Hypothesis, as_before, batch_axes, tried
 from autograd_hacks.reading.independence import is_shown
-from autograd_hacks.reading.reader import Read, Reader, Where, label_of
+from autograd_hacks.reading.reader import Read, Reader
 from autograd_hacks.support.graph import CHECKPOINT, Value, is_packed, line_of, shape_of
 from autograd_hacks.support.layout import Layout
 
@@ -67,7 +67,7 @@ class Chosen:
     def lost(self) -> dict[int, Value]:
         """For each loss of the model's own: a value in it that isn't known to be a sum over samples, if there is one."""
         known, reader, losses = self.hypothesis.places, self.reader, self.hypothesis.losses
-        every = ((slot, value) for slot, added in losses.items() for value in added)
+        every = ((slot, value) for slot, added in losses.items() for values in added.values for value in values)
         return {slot: value for slot, value in every if value not in known and not reader.is_own(value.node)}
 
     def replaces(self, before: Chosen) -> bool:
@@ -183,7 +183,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
         best, mixed_outputs = _without_mixed(ran, best, recorder.kinds.memo)
     hypothesis, reader = best.hypothesis, best.reader
     found, samples = reader.read(), hypothesis.samples
-    found.is_scaled = hypothesis.is_scaled
+    found.is_scaled = any(added.is_scaled for added in hypothesis.losses.values())
     if best.in_order is False:
         found.mixed |= dict.fromkeys([n for leaf in ran.leaves if (n := reader.number.get(leaf)) is not None], "an argument")
     outside = [slot for slot, x in enumerate(ran.outputs) if x.grad_fn is not None and slot not in hypothesis.places]
@@ -216,7 +216,7 @@ def _in_full(recorder: Recorder, ran: Ran, best: Chosen) -> tuple[Chosen, Read]:
     }
     is_plain = not (within.mixing or mixed_outputs or any(ran.outputs[slot].numel() == 1 for slot in outside))
     is_whole = is_plain and len(layouts) == len(hypothesis.places)  # nodes must not be held
-    within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole)
+    within.kind.hypothesis = replace(hypothesis, places=layouts, is_whole=is_whole, losses={}, taken_from=())
     if reader.is_plain and is_plain and not of_parameters and within.documents is None:
         reader.walk.read_as = dict([*reader.walk.read_as.items()][-LAYERS:]) | {reader.key: found}
     return best, found
@@ -323,7 +323,7 @@ def why_mixed(ran: Ran, mixed: Mapping[str, str], mixed_outputs: Sequence[int], 
         slot, value = next(iter(lost.items()))
         return (
             f"{MIXING}: output number {slot} of the model, of shape {tuple(ran.outputs[slot].shape)}, has no axis with the "
-            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or a function "
+            "samples. A loss that the model computes itself must be a sum or a mean of values that have one, or the root "
             f"of one such sum. {value.node.name()}{line_of(value.node)} returned shape {tuple(shape_of(value))}, which has "
             "none. Return the model's outputs, or a loss for each sample, and add up outside of the model: "
             "autograd_hacks.backward(losses). " + A_BATCH

@@ -14,9 +14,8 @@ from torch import Tensor
 from autograd_hacks.capture.kinds import runs_time_first
 from autograd_hacks.capture.ran import Ran
 from autograd_hacks.graph.label import One
-from autograd_hacks.graph.roots import frontier, picked
+from autograd_hacks.graph.roots import Added, Where, frontier, picked
 from autograd_hacks.probe.batch import Batch
-from autograd_hacks.reading.reader import Where
 from autograd_hacks.support.graph import Value, shape_of
 from autograd_hacks.support.layout import Layout, candidates, is_time_first
 from autograd_hacks.support.trees import is_packed
@@ -35,8 +34,7 @@ class Hypothesis:
     counted_at: int | None = None  # the output whose axis 0 gives N
     counted_leaf: int | None = None  # the argument that gives N, if not the first
     is_whole: bool = True  # whether these are all places, and samples weren't mixed
-    losses: Mapping[int, Sequence[Value]] = field(default_factory=dict)  # by output, the tensors that a loss adds up
-    is_scaled: bool = False  # whether a loss is a function of its sum
+    losses: Mapping[int, Added] = field(default_factory=dict)  # by output, what a loss adds up
     taken_from: Collection[Value] = ()  # values with the samples on axis 0, in order, if entries were picked from them
 
     @property
@@ -137,14 +135,18 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
         alone = not any(options.values())  # then other outputs without samples say as little as a loss
         outside = [slot for slot in outputs if not (options[slot] or slot in ran.packed)] if samples > 1 else ()
         losses = [slot for slot in outside if alone or outputs[slot].numel() == 1]
-        added = {slot: frontier(ran.value(slot), samples, ends | ran.ends) for slot in losses}
-        options |= {value: candidates(shape_of(value), samples, axes) for values, _ in added.values() for value in values}
-        is_scaled, added_up = any(own[1] for own in added.values()), {slot: own[0] for slot, own in added.items()}
-        make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added_up, is_scaled=is_scaled)
+        added = {slot: frontier([ran.value(slot)], [samples], ends | ran.ends) for slot in losses}
+        together = [values for own in added.values() for values in own.values]
+        options |= {first: candidates(shape_of(first), samples, axes) for first, *_ in together}
+        make = partial(Hypothesis, axis, samples, counted_leaf=counted_leaf, losses=added)
+
+        def all_of(own: Mapping[Any, Where]) -> dict[int | Value, Where]:
+            return {other: own[first] for first, *others in together if first in own for other in others} | {**own}
+
         chosen, taken_from = chosen_rows(ran, samples, options)
         if chosen or (added and not any(options.values())):  # a loss that adds up no samples is refused
             by_layout = {slot: found[0] for slot, found in options.items() if found}
-            yield make({**by_layout, **chosen}, taken_from=taken_from)
+            yield make(all_of({**by_layout, **chosen}), taken_from=taken_from)
         options = {slot: found for slot, found in options.items() if found}
         turns = range(max(map(len, options.values()), default=0))
         alike = ([found[min(turn, len(found) - 1)] for found in options.values()] for turn in turns)
@@ -153,7 +155,7 @@ def on_axis(batch: Batch, axis: int | None, ran: Ran, outputs: Mapping[int, Tens
             by_layout = dict(zip(options, chosen_layouts))
             if by_layout not in tried and len(tried) < TRIES:
                 tried.append(by_layout)
-                yield make({**by_layout, **ran.packed})
+                yield make(all_of({**by_layout, **ran.packed}))
 
 
 def chosen_rows(
@@ -167,14 +169,12 @@ def chosen_rows(
     for at, layouts in options.items():
         value = ran.value(at)
         shape = shape_of(value)
-        if at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape):
-            continue
-        if (taken := picked(value, samples)) is None:
+        is_usual = at in ran.packed or shape[:1] == (samples,) or (isinstance(at, int) and not shape)
+        if is_usual or (taken := picked(value, samples)) is None:
             continue
         rows, below = taken
         usual = [own for own in layouts if not own.axis]
-        if not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
-            is_of_one = len(rows) > 0 and bool((rows == rows[0]).all())
-            found[at] = One(int(rows[0])) if is_of_one else rows
+        if isinstance(rows, One) or not any(torch.equal(own.rows(len(rows), samples, rows.device), rows) for own in usual):
+            found[at] = rows
             taken_from.append(below)
     return found, taken_from

@@ -24,9 +24,9 @@ from autograd_hacks.capture.ran import Ran
 from autograd_hacks.capture.uses import Planned, ValueUse
 from autograd_hacks.capture.ways import Way, way_of
 from autograd_hacks.formulas.table import rule_for
-from autograd_hacks.graph.label import NOBODY, At, Entries, Label, One, Owned, Several, entries, viewed
+from autograd_hacks.graph.label import NOBODY, At, Label, One, Owned, Several, entries, viewed
 from autograd_hacks.graph.memo import Memo
-from autograd_hacks.graph.roots import fits
+from autograd_hacks.graph.roots import Where, fits, label_of
 from autograd_hacks.graph.trace import LEAF
 from autograd_hacks.graph.walk import Memory, Walk, walked
 from autograd_hacks.reading.fed import COPY, Taken, argument_of, has_formulas, is_fed, is_recomputed, taken_by
@@ -34,9 +34,6 @@ from autograd_hacks.support.graph import Leaf, Value, is_users, made, shape_of
 from autograd_hacks.support.layout import Layout, likeliest, samples_of_rows
 from autograd_hacks.support.parts import memory_of
 from autograd_hacks.support.restored import restored
-
-Where = Layout | Tensor | Label
-"""Where samples are in a value: a layout, the sample of each entry on axis 0, or a label."""
 
 
 @dataclass
@@ -353,18 +350,6 @@ class Reader:
             found.takers = [k for k, ahead in enumerate(edges) if any(e is not None and e[0] in own for e in ahead)]
         ran.takers = found.takers
         ran.uses |= {nodes[k]: use for k, use in found.planned.items()}
-
-
-def label_of(at: Where, shape: Sequence[int], samples: int) -> Label:
-    if samples < 2:
-        return One(0)
-    if isinstance(at, Tensor):
-        return Entries(at.view([-1, *[1] * (len(shape) - 1)]))
-    if not isinstance(at, Layout):
-        return at
-    size = shape[at.axis] // samples
-    outer, inner = {"": (1, 1), "N·T": (1, size), "T·N": (size, 1)}[at.fold]
-    return At(at.axis, outer, inner)
 
 
 def layout_of(label: Owned) -> Layout | None:

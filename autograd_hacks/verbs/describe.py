@@ -130,7 +130,7 @@ def _how(name: str, parameter: nn.Parameter, layer: nn.Module, last: Within) -> 
         parts.insert(0, f"rule {rule.name}")
     if not parts:
         return "graph: the first forward finds the node"
-    scaled = ", scaled by the batch: the model's own loss is a function of a sum over it" if last.facts.is_scaled else ""
+    scaled = ", scaled by the batch: the model's own loss is the root of a sum over it" if last.facts.is_scaled else ""
     return " and ".join(parts) + scaled
 
 

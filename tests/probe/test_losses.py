@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from twin import Bare
 
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
+from autograd_hacks.reading import beyond
 
 # Losses made inside the model
 
@@ -37,7 +39,12 @@ LOSSES: dict[str, How] = {
     "normed": lambda z: (z / z.norm()).sum(),
     "a root beside a mean": lambda z: z.square().mean().sqrt() + z.square().mean(),
     "a product": lambda z: z.square().mean() * z.exp().mean(),
-    "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), 0 * z.var()),
+    "one pair": lambda z: -F.logsigmoid(z[0, 0] - z[-1, 0]),
+    "a mean's square": lambda z: z.mean().square(),
+    "each other's target": lambda z: F.mse_loss(z, z.flip(0)),
+    "each other's probabilities": lambda z: F.binary_cross_entropy_with_logits(z, z.roll(1, 0).sigmoid()),
+    "a dot product": lambda z: z[:, 0] @ z[:, 0].roll(1),
+    "one by one": lambda z: sum((row.relu().square().sum() for row in z.split(1)), z.var()),
 }
 DETACHED: dict[str, How] = {
     "load balancing": lambda z: (F.one_hot(z.argmax(1), z.shape[1]).to(z).mean(0) * z.softmax(1).mean(0)).sum(),
@@ -68,7 +75,7 @@ def weights(h: Tensor) -> Tensor:
 
 STEPS: dict[str, How] = {
     "square": torch.square,
-    "root": lambda h: (h.square() + 1).sqrt(),
+    "root": lambda h: (h.square() + 1 if h.ndim else h.detach().abs() + 1 + h - h.detach()).sqrt(),
     "scale": lambda h: 3 * h - 1,
     "weigh": lambda h: h * weights(h) / 2.5,
     "divide": lambda h: h / torch.tensor(7.0),
@@ -98,11 +105,6 @@ STEPS: dict[str, How] = {
     "cross entropy": lambda h: F.cross_entropy(h, torch.arange(len(h)) % h.shape[1]) if h.ndim == 2 else h,
     "smoothed cross entropy": lambda h: (
         F.cross_entropy(h, torch.arange(len(h)) % h.shape[1], label_smoothing=0.1, reduction="sum") if h.ndim == 2 else h
-    ),
-    "two denominators": lambda h: (
-        F.nll_loss(h, torch.arange(len(h)) % h.shape[1]) + F.nll_loss(h, torch.arange(len(h)) % h.shape[1], ignore_index=0)
-        if h.ndim == 2 and min(h.shape) > 1
-        else h
     ),
     "mean of what counts": lambda h: (h * weights(h)).sum() / weights(h).sum(),
     "binary cross entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.full_like(h, 0.5)),
@@ -159,8 +161,8 @@ def check_rows_or_refused(model: Composed, x: Tensor) -> bool:
 
 
 MIX = ["variance", "logsumexp", "largest", "softmax of the first axis", "centre", "add its mean", "multiply by its mean"]
-FURTHER = {"sum of the first axis", "mean of the first axis"}
-"""Followed, unless something that isn't linear comes next."""
+FURTHER = {name for name, step in STEPS.items() if not step(torch.ones(5, 2, 3)).ndim or name[-10:] == "first axis"}
+"""Sums over samples: followed, unless something that isn't linear comes next."""
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -235,7 +237,11 @@ def normed(z: Tensor) -> Tensor:
     return F.batch_norm(z, None, None, training=True)
 
 
+OTHER = net()
+"""Another hooked model, which gets other samples, and more of them."""
 OUTSIDE: dict[str, Loss] = {
+    "a product of two models": lambda m, x, y: m(x[:, 0]).square().mean() * OTHER(x.flatten(0, 1)).exp().mean(),
+    "each with each": lambda m, x, y: F.softplus(m(x[:, 0])[:, :1] - OTHER(x.flatten(0, 1))[:, 0]).mean(),
     **{name: of_each(lambda z, y, loss=loss: loss(z)) for name, loss in LOSSES.items() if name != "one by one"},
     "CLIP": lambda m, x, y: F.cross_entropy(m(x[:, 0]) @ m(x[:, 1]).T, torch.arange(len(x))),
     "a triplet within the batch": of_each(lambda z, y: F.triplet_margin_loss(z, z + 0.1, z.roll(1, 0))),
@@ -296,6 +302,11 @@ OWN: dict[str, Loss] = {
     "means of the batch": of_each(lambda z, y: (z.mean(0) * torch.arange(4)).sum() + z.cumsum(0).mean()),
     "the worst": of_each(lambda z, y: F.cross_entropy(z, y, reduction="none").sort()[0][-2:].mean() + z.max()),
     "a Function": of_each(lambda z, y: Squared.apply(z).mean()),
+    "two models": lambda m, x, y: F.softplus(torch.cat([m(x[:, 0]), OTHER(x.flatten(0, 1))])).mean() + m(x[:, 1]).mean(),
+    "two denominators": of_each(lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z, y, ignore_index=0)),
+    "a term that is off": of_each(lambda z, y: 0.0 * z.var(0, correction=0).sum() + F.cross_entropy(z, y)),
+    "a dot product": of_each(lambda z, y: z[:, 0] @ z[:, 1].square()),
+    "their own targets": of_each(lambda z, y: F.mse_loss(z, z.square()) ** 0.5),
     "a checkpoint": of_each(lambda z, y: checkpoint(F.cross_entropy, z, y, use_reentrant=False)),
 }
 
@@ -318,21 +329,34 @@ def check_rows(model: nn.Module, loss: Loss, samples: int) -> None:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("samples", [4, 5])
-def test_losses_that_mix_are_refused_from_the_step_on_in_which_they_begin(name: str, samples: int) -> None:
-    with autograd_hacks.add_hooks(model := net()):
+def test_losses_that_mix_are_refused_from_the_step_on_in_which_they_begin(
+    name: str, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beyond, "judged", judged := Mock(wraps=beyond.judged))
+    with autograd_hacks.add_hooks(model := net()), autograd_hacks.add_hooks(OTHER):
         for _ in range(2):
             check_rows(model, OWN["weighted"], samples)
         for _ in range(2):
             OUTSIDE[name](model, torch.randn(samples, 4, 3).double(), torch.arange(samples) % 4).backward()
             with pytest.raises(SamplesMixed, match=r"samples mix in the loss.*Samples mix at \w+.*backward\(losses\)"):
                 autograd_hacks.compute_grad1(model)
+    assert judged.call_count == 2 or name != "pairs"  # a refusal is kept, too
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_losses_of_single_samples_have_rows(name: str) -> None:
-    with autograd_hacks.add_hooks(model := net()):
+    with autograd_hacks.add_hooks(model := net()), autograd_hacks.add_hooks(OTHER):
         for samples in (4, 5, 5, 1):
             check_rows(model, OWN[name], samples)
+
+
+def test_what_a_number_in_a_loss_turns_on() -> None:
+    with autograd_hacks.add_hooks(model := net()):
+        for t in (0.0, 0.1, 0.0):
+            for loss in (lambda z, t: t * z.std(0).sum(), lambda z, t: (z.square().mean() + 1) ** (0.5 + t)):
+                loss(model(torch.randn(5, 3).double()), t).backward()
+                with pytest.raises(SamplesMixed) if t else contextlib.nullcontext():
+                    autograd_hacks.compute_grad1(model)
 
 
 # Gates that are zero at first

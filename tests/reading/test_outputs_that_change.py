@@ -19,7 +19,8 @@ from twin import Bare, check_right
 import autograd_hacks
 from autograd_hacks.errors import SamplesMixed
 from autograd_hacks.graph.label import At, Entries, entries
-from autograd_hacks.reading.reader import label_of, layout_of
+from autograd_hacks.graph.roots import label_of
+from autograd_hacks.reading.reader import layout_of
 
 
 def two_layers(how: Callable[..., Any], features: int = 4, **more: Any) -> Bare:
