@@ -188,7 +188,7 @@ STEPS: list[Row] = [
     ]),
     (TypeError, REDUCTION, "list", lambda s: backward([1.0])),
     (HigherOrderError, "What is refused", "create_graph=True", a_derivative_while_rows_are_read),
-    (ProbeFailed, ..., "", lambda s: (model := of_one_batch(s.x), add_hooks(model, independent=True), model(s.x))),
+    (ProbeFailed, ..., "", lambda s: (model := of_one_batch(s.x.clone()), add_hooks(model, independent=True), model(s.x))),
     (ParamGradSkipped, ..., "",
      lambda s: (m := s.other(param_grad=False), m(s.x).sum().backward(), torch.optim.SGD(m.parameters(), 0.1).step())),
     (ValueError, VERBS, r"0\.wieght.*0\.weight", lambda s: add_hooks(s.model, only="0.wieght")),
