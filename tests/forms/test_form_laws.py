@@ -11,18 +11,7 @@ from strategies import forms
 from torch import Tensor
 from torch.testing import assert_close
 
-from autograd_hacks.forms import (
-    Concatenation,
-    Dense,
-    Form,
-    Outer,
-    RandomMap,
-    SparseMap,
-    add,
-    group,
-    projection,
-    scale,
-)
+from autograd_hacks.forms import Concatenation, Dense, Form, Outer, RandomMap, SparseMap, add, group, projection, scale
 from autograd_hacks.forms.directions import along, directions
 
 shapes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)

@@ -156,18 +156,16 @@ def test_outputs_that_depend_on_the_number_of_samples_or_their_places_are_refuse
     assert refused == most.get(how, 4)
 
 
-@pytest.mark.parametrize("tells", ["samples", "a buffer", "digits"])
-def test_places_of_which_the_first_batch_tells_nothing(tells: str) -> None:
+@pytest.mark.parametrize(("tells", "dtype"), [("batch", torch.double), ("table", torch.double), ("digits", torch.bfloat16)])
+def test_places_of_which_the_first_batch_tells_nothing(tells: str, dtype: torch.dtype) -> None:
     """The first batch, or the buffer, has zeros; with digits all is there, in half precision."""
     model: Any = Bare(lambda m, x: m.a(x) * (1 + m.table[: len(x), None]), a=nn.Linear(4, 3, bias=False))
-    model.register_buffer(
-        "table", torch.arange(9.0) * (tells == "samples") + torch.arange(9) % 2 * (0.04 * (tells == "digits"))
-    )
-    dtype = torch.bfloat16 if tells == "digits" else torch.float64
+    table = {"batch": torch.arange(9.0), "table": torch.zeros(9), "digits": torch.arange(9) % 2 * 0.04}
+    model.register_buffer("table", table[tells])
     with autograd_hacks.add_hooks(model.to(dtype), independent=True):
         for n in range(2):
             with pytest.raises(SamplesMixed, match="size is private") if n or tells == "digits" else nullcontext():
-                backward(model, torch.randn(4 + n, 4, dtype=dtype) * (n > 0 or tells != "samples"))
+                backward(model, torch.randn(4 + n, 4, dtype=dtype) * (n > 0 or tells != "batch"))
                 step(model)
             model.table.add_(torch.arange(9) % 2)
 

@@ -2,8 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from mixing import MIXING, SIZES, AsLoss, How, check_refused, check_right, data, steps_of, zeroed
-from nets import Between
+from nets import Between, Multiply
 from oracle import assert_rows, one_loss_at_a_time
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -65,10 +66,6 @@ def test_losses_made_inside_that_mix(what: str) -> None:
 # Losses made inside, of random operations: each sample's row is its own part's gradient, or is refused.
 
 
-def mask(h: Tensor) -> Tensor:
-    return (torch.arange(len(h)) * 7 % 3 > 0) if len(h) > 1 else torch.ones(1, dtype=torch.bool)
-
-
 def weights(h: Tensor) -> Tensor:
     return torch.linspace(0, 2, h.numel(), dtype=h.dtype).view(h.shape) + 1e-3
 
@@ -93,7 +90,7 @@ STEPS: dict[str, How] = {
     "centre": lambda h: h - h.mean(0) if h.ndim else h,
     "flatten": lambda h: h.flatten(0, 1) if h.ndim > 1 else h,
     "transpose": lambda h: h.transpose(0, -1) if h.ndim else h,
-    "mask": lambda h: h[mask(h)] if h.ndim else h,
+    "mask": lambda h: h[torch.arange(len(h)) * 7 % 3 > 0] if h.ndim and len(h) > 1 else h,
     "first": lambda h: h[0] if h.ndim > 1 else h,
     "loop": lambda h: torch.stack([row.square().sum() for row in h]) if h.ndim else h,
     "loop that adds": lambda h: sum((row.square().mean() for row in h), torch.zeros(())) if h.ndim else h,
@@ -135,8 +132,7 @@ def own_parts(model: Composed, x: Tensor) -> Tensor:
     """The gradient by the body's weight that comes through each sample's numbers, N ..."""
     rows = []
     for model.only in range(len(x)):
-        (row,) = torch.autograd.grad(model(x), model.body.weight, materialize_grads=True)
-        rows.append(row)
+        rows += torch.autograd.grad(model(x), model.body.weight, materialize_grads=True)
     model.only = None
     return torch.stack(rows)
 
@@ -177,8 +173,8 @@ def test_features_are_not_taken_for_samples_of_a_loss(features: int) -> None:
     """No layer meets the argument itself, so sizes alone say where the samples are."""
     x = torch.randn(features, 2).double()
     assert check_rows_or_refused(Composed(1, features, ["mean of the first axis"], True), x)
-    assert not check_rows_or_refused(Composed(1, features, ["mean of the first axis", "square"], True), x)
-    assert not check_rows_or_refused(Composed(features, 2, ["mean of the first axis", "square"], True), x)
+    for sizes in ((1, features), (features, 2)):
+        assert not check_rows_or_refused(Composed(*sizes, ["mean of the first axis", "square"], True), x)
 
 
 def test_outputs_beside_a_loss_show_the_samples() -> None:
@@ -191,8 +187,8 @@ def test_outputs_beside_a_loss_show_the_samples() -> None:
         autograd_hacks.compute_grad1(model)
         with autograd_hacks.pause_hooks():
             for n in range(5):
-                (row,) = torch.autograd.grad(model.how(x[n : n + 1]).square().mean(), model.last.weight)
-                torch.testing.assert_close(model.last.weight.grad1[n], row)
+                row = torch.autograd.grad(model.how(x[n : n + 1]).square().mean(), model.last.weight)
+                torch.testing.assert_close((model.last.weight.grad1[n],), row)
 
 
 def test_the_message_names_the_node_and_its_line() -> None:
@@ -216,8 +212,7 @@ def test_random_reductions(samples: int, positions: int, features: int, steps: l
 # Losses made of what a model returns: whether they add up losses of samples
 
 
-Loss = Callable[[Any, Tensor, Tensor], Tensor]
-"""A model, N T 3 numbers and N targets -> a number."""
+Loss = Callable[[Any, Tensor, Tensor], Tensor]  # a model, N T 3 numbers and N targets -> a number
 
 
 def net() -> nn.Sequential:
@@ -237,8 +232,7 @@ def normed(z: Tensor) -> Tensor:
     return F.batch_norm(z, None, None, training=True)
 
 
-OTHER = net()
-"""Another hooked model, which gets other samples, and more of them."""
+OTHER = net()  # another hooked model, which gets other samples, and more of them
 OUTSIDE: dict[str, Loss] = {
     "a product of two models": lambda m, x, y: m(x[:, 0]).square().mean() * OTHER(x.flatten(0, 1)).exp().mean(),
     "each with each": lambda m, x, y: F.softplus(m(x[:, 0])[:, :1] - OTHER(x.flatten(0, 1))[:, 0]).mean(),
@@ -249,17 +243,6 @@ OUTSIDE: dict[str, Loss] = {
     "Barlow twins": lambda m, x, y: (normed(m(x[:, 0])).T @ normed(m(x[:, 1])) - torch.eye(4).double()).square().sum(),
     "a little beside": of_each(lambda z, y: F.cross_entropy(z, y) + 1e-4 * z.std(0).sum()),
 }
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        ctx.save_for_backward(z)
-        return z.square()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * g * ctx.saved_tensors[0]
 
 
 def ctc(z: Tensor, y: Tensor) -> Tensor:
@@ -301,7 +284,7 @@ OWN: dict[str, Loss] = {
     "in another order": of_each(lambda z, y: F.cross_entropy(z.flip(0)[torch.arange(len(z)).roll(2)], y)),
     "means of the batch": of_each(lambda z, y: (z.mean(0) * torch.arange(4)).sum() + z.cumsum(0).mean()),
     "the worst": of_each(lambda z, y: F.cross_entropy(z, y, reduction="none").sort()[0][-2:].mean() + z.max()),
-    "a Function": of_each(lambda z, y: Squared.apply(z).mean()),
+    "a Function": of_each(lambda z, y: Multiply.apply(z, z).mean()),
     "two models": lambda m, x, y: F.softplus(torch.cat([m(x[:, 0]), OTHER(x.flatten(0, 1))])).mean() + m(x[:, 1]).mean(),
     "two denominators": of_each(lambda z, y: F.cross_entropy(z, y) + F.cross_entropy(z, y, ignore_index=0)),
     "a term that is off": of_each(lambda z, y: 0.0 * z.var(0, correction=0).sum() + F.cross_entropy(z, y)),
@@ -329,11 +312,9 @@ def check_rows(model: nn.Module, loss: Loss, samples: int) -> None:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("samples", [4, 5])
-def test_losses_that_mix_are_refused_from_the_step_on_in_which_they_begin(
-    name: str, samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(beyond, "judged", judged := Mock(wraps=beyond.judged))
-    with autograd_hacks.add_hooks(model := net()), autograd_hacks.add_hooks(OTHER):
+def test_losses_that_mix_are_refused_from_the_step_on_in_which_they_begin(name: str, samples: int) -> None:
+    judging = patch.object(beyond, "judged", wraps=beyond.judged)
+    with autograd_hacks.add_hooks(model := net()), autograd_hacks.add_hooks(OTHER), judging as judged:
         for _ in range(2):
             check_rows(model, OWN["weighted"], samples)
         for _ in range(2):
@@ -352,11 +333,11 @@ def test_losses_of_single_samples_have_rows(name: str) -> None:
 
 def test_what_a_number_in_a_loss_turns_on() -> None:
     with autograd_hacks.add_hooks(model := net()):
-        for t in (0.0, 0.1, 0.0):
-            for loss in (lambda z, t: t * z.std(0).sum(), lambda z, t: (z.square().mean() + 1) ** (0.5 + t)):
-                loss(model(torch.randn(5, 3).double()), t).backward()
-                with pytest.raises(SamplesMixed) if t else contextlib.nullcontext():
-                    autograd_hacks.compute_grad1(model)
+        losses = [lambda z, t: t * z.std(0).sum(), lambda z, t: (z.square().mean() + 1) ** (0.5 + t)]
+        for t, loss in product((0.0, 0.1, 0.0), losses):
+            loss(model(torch.randn(5, 3).double()), t).backward()
+            with pytest.raises(SamplesMixed) if t else contextlib.nullcontext():
+                autograd_hacks.compute_grad1(model)
 
 
 # Gates that are zero at first
