@@ -108,8 +108,7 @@ class Copy:
         places += [_attribute(torch_module, name) for name in ("_global_forward_pre_hooks", "_global_forward_hooks")]
         with without_collection():
             self._enter("the program", [*places, _attribute(parametrize, "_cache")])
-            for place, held in () if before is None else before._places:
-                self._places.append((place, self._copy(held, "")))
+            self._places += [(place, self._copy(held, "")) for place, held in ([] if before is None else before._places)]
             self.model: nn.Module = self._copy(model, "the model")
             self.given = self._copy(given, "its arguments")
         if marks is not None:
