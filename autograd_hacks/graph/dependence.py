@@ -344,10 +344,12 @@ class _Reading:
     def _ordered(self, step: Step, entry: Entry, label: Owned, o: int) -> Sequence[Label]:
         """The labels of what is put in an order along the samples; none if it isn't."""
         number, is_sort = next(numbers_in(entry.args), 0), step.name == "sort"
-        if not self.surely or step.name not in ORDERS or isinstance(label, One):
-            return []
-        if not self._is_reached(number) or (
-            is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label)
+        if (
+            not self.surely
+            or step.name not in ORDERS
+            or isinstance(label, One)
+            or not self._is_reached(number)
+            or (is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label))
         ):
             return []
         is_back = is_sort and finds_back(self.tape, step, number)
@@ -390,11 +392,14 @@ class _Reading:
     def _check_arguments(self) -> None:
         for number, n in self.tape.arguments.items():
             label, shape = self._label(number), self.shapes[number]
-            if label is None or (self.axes is not None and self.axes[n] is None):
+            is_one = self.axes is None and prod(shape) <= 1
+            if (
+                label is None
+                or (self.axes is not None and self.axes[n] is None)
+                or (is_one and not isinstance(label, Owned))
+            ):
                 continue
             if not isinstance(label, Owned):
-                if self.axes is None and not prod(shape) > 1:
-                    continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
                 raise Unshown(f"an argument of shape {shape} reaches several samples{where}")
             if self.axes is not None:

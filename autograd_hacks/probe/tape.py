@@ -94,7 +94,6 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
-        self.has_backwards = False  # whether its sites have what a backward pass will run
         self.is_to_count = False  # whether it must be tried if the forward does something else for other numbers of samples
         self.told: set[Site] = set()  # where outputs were compared with those of other answers to Python
         self.tried: list[Tensor] | None = None  # the samples that runs must keep for such answers; None if that isn't known

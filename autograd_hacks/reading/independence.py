@@ -219,9 +219,6 @@ def _sites(tape: Tape, is_packed: bool) -> set[Site]:
 def _note_backwards(own: Tape, ran: Ran) -> None:
     """Notes what a pass will run that is not on the tape: hooks of this forward, and functions' backwards, each with the
     operations that it would run now.  What can't be called alone is compared in each forward."""
-    if own.has_backwards:
-        return
-    own.has_backwards = True
     own.sites |= {(OF_HOOKS, named(hooks_of[key])) for hooks_of, key in ran.users_hooks if key in hooks_of}
     for node in filter(is_users, ran.trace.nodes):
         tape, is_told = Tape(own.model, ()), not is_recomputed(node)
