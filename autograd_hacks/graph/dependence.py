@@ -73,35 +73,27 @@ def read_values(
     Returns the numbers of the tensors on whose values that rests.  Raises Unshown, with the operation.
     """
     reading = _Reading(tape, axes, samples, packed)
-    try:
-        return reading.run(roots)
-    except Unshown as error:
-        why = error
-    except Exception as error:  # a law lacks a case, so it shows nothing
-        why = Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
-        why.__cause__ = error
-    why.at = reading.at
-    found = [_surely(tape, axes, samples, roots, entrywise=False)]
-    if found[0] is not None:  # the label of an axis also says something of entries that a view has left out
-        found.append(_surely(tape, axes, samples, roots, entrywise=True))
-    raise found[-1] or why
+    if (why := _unshown(reading, roots)) is None:
+        return reading.read
+    why.at, found = reading.at, why
+    for entrywise in (False, True):  # the label of an axis also says something of entries that a view has left out
+        reading = _Reading(tape, axes, samples, {}, surely=True, entrywise=entrywise)
+        met = _unshown(reading, roots)
+        if met is None or not (reading.lost is not None or reading.is_elsewhere):
+            raise why
+        met.at, met.meet, found = reading.lost, True, met
+    raise found
 
 
-def _surely(
-    tape: Tape, axes: Sequence[int | None] | None, samples: int, roots: Sequence[tuple[Tensor, Label]], entrywise: bool
-) -> Unshown | None:
-    """Where samples surely meet, whatever no law shows; None if they don't."""
-    reading = _Reading(tape, axes, samples, {}, surely=True, entrywise=entrywise)
+def _unshown(reading: _Reading, roots: Sequence[tuple[Tensor, Label]]) -> Unshown | None:
+    """Why a reading doesn't show it; None if it does."""
     try:
         reading.run(roots)
     except Unshown as error:
-        why = error
-    except Exception as error:  # a law lacks a case: it is asked for what it has seen so far
-        why = Unshown(str(error))
-    else:
-        return None
-    why.at, why.meet = reading.lost, reading.lost is not None or reading.is_elsewhere
-    return why if why.meet else None
+        return error
+    except Exception as error:  # a law lacks a case, so it shows nothing but what was seen so far
+        return Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
+    return None
 
 
 def is_kept(tape: Tape, axes: Sequence[int | None] | None) -> bool:
@@ -252,13 +244,8 @@ class _Reading:
             return []
         given, found = self._given(entry, own), list[int | None]()
         for name in own.tensors:
-            x = given.get(name)
-            if name in own.written and own.name in OVERWRITING:
-                found.append(None)
-            elif type(x) is list:
-                found += [y[0] if type(y) is tuple else None for y in x]
-            else:
-                found.append(x[0] if type(x) is tuple else None)
+            x = None if name in own.written and own.name in OVERWRITING else given.get(name)
+            found += [y[0] if type(y) is tuple else None for y in (x if type(x) is list else [x])]
         return found
 
     def _follow(self, owner: int) -> None:
@@ -320,16 +307,14 @@ class _Reading:
         own = operation(entry.func)
         numbers = [n for n, *_ in entry.outputs]
         labels = [self._label(n) if n else None for n in numbers]
-        found: list[tuple[int | None, Label]] = []
         is_same_memory = own.makes_view and self.owners.get(next(iter(numbers), 0), 0) in self.memory
         for n, label in zip(numbers, labels):
             if label is not None and own.written and (memory := self.memory.get(self.owners.get(n, n))) is not None:
                 memory.samples[memory.places[n].flatten()] = NOBODY
         ins = self._ins(entry, own)
-        if not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins))):
-            found += zip(ins, self._through(entry, own, ins, labels))
+        is_met = not is_same_memory and any(labels) and any(map(self._is_reached, filter(None, ins)))
         is_lost = self.lost is None and not any(isinstance(label, Several) for label in labels)
-        for at, label in found:
+        for at, label in zip(ins, self._through(entry, own, ins, labels)) if is_met else ():
             if at is not None and self._is_reached(at):
                 self._add(at, label)
                 self.lost = self.at if is_lost and isinstance(self._label(at), Several) else self.lost
@@ -359,10 +344,12 @@ class _Reading:
     def _ordered(self, step: Step, entry: Entry, label: Owned, o: int) -> Sequence[Label]:
         """The labels of what is put in an order along the samples; none if it isn't."""
         number, is_sort = next(numbers_in(entry.args), 0), step.name == "sort"
-        if not self.surely or step.name not in ORDERS or isinstance(label, One):
-            return []
-        if not self._is_reached(number) or (
-            is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label)
+        if (
+            not self.surely
+            or step.name not in ORDERS
+            or isinstance(label, One)
+            or not self._is_reached(number)
+            or (is_sort and axis(step.given["dim"], len(step.outs[0] or ())) not in varying(label))
         ):
             return []
         is_back = is_sort and finds_back(self.tape, step, number)
@@ -405,11 +392,14 @@ class _Reading:
     def _check_arguments(self) -> None:
         for number, n in self.tape.arguments.items():
             label, shape = self._label(number), self.shapes[number]
-            if label is None or (self.axes is not None and self.axes[n] is None):
+            is_one = self.axes is None and prod(shape) <= 1
+            if (
+                label is None
+                or (self.axes is not None and self.axes[n] is None)
+                or (is_one and not isinstance(label, Owned))
+            ):
                 continue
             if not isinstance(label, Owned):
-                if self.axes is None and not prod(shape) > 1:
-                    continue
                 where = "" if self.lost is None else f", at {operation(self.tape.entries[self.lost].func).name}"
                 raise Unshown(f"an argument of shape {shape} reaches several samples{where}")
             if self.axes is not None:

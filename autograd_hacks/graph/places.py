@@ -13,7 +13,7 @@ from math import log, prod, sqrt
 from typing import Any
 
 from autograd_hacks.graph.axes import AXES, axis
-from autograd_hacks.graph.label import Links, Shape
+from autograd_hacks.graph.label import Shape
 from autograd_hacks.graph.moves import MOVES
 from autograd_hacks.graph.tape_laws import OVERWRITING, RAGGED, UNIFORM, UNWRITTEN, Step, Unshown, operation
 from autograd_hacks.graph.values import MASKS, Indexed
@@ -135,7 +135,11 @@ class Places:
             return self._chosen(step, ins, own)
         if name in ("cat", "stack"):
             d = axis(step.given["dim"], len(out))
-            self._check_parts(step, ins, d, own)
+            constants = [
+                n for n in ins if n is not None and not self.is_reached(n) and n not in self.uniform | self.counting
+            ]
+            if name == "cat" and constants and any(d in axes for axes in own):
+                raise Unshown("cat puts constants beside entries whose places depend on other samples")
             return {e + (name == "stack" and e >= d) for axes in own for e in axes}
         if name in _RESHAPING:
             return self._reshaped(own[0], step.ins[0] or (), out)
@@ -149,19 +153,10 @@ class Places:
             found |= {d for d, e in enumerate(links[0]) if d in own[0] and e < 0 and out[d] == (step.ins[0] or ())[d] > 1}
         is_mixed = any(n is not None and self.is_reached(n) for n in ins)
         for n, of, shape in zip(ins, links, step.ins):
-            if is_mixed and n is not None and not self.is_reached(n) and n not in self.uniform:
-                self._check_beside(name, of, shape or (), found)
+            is_beside = is_mixed and n is not None and not self.is_reached(n) and n not in self.uniform
+            if is_beside and any(e in found and (shape or ())[d] > 1 for d, e in enumerate(of)):
+                raise Unshown(f"{name} takes a tensor with a value for each place, and places depend on other samples")
         return found
-
-    def _check_beside(self, name: str, links: Links, shape: Shape, loose: set[int]) -> None:
-        if any(e in loose and shape[d] > 1 for d, e in enumerate(links)):
-            raise Unshown(f"{name} takes a tensor with a value for each place, and places depend on other samples")
-
-    def _check_parts(self, step: Step, ins: Sequence[int | None], d: int, own: Sequence[frozenset[int]]) -> None:
-        along = any(d in axes for axes in own) and step.name == "cat"
-        for n in ins if along else ():
-            if n is not None and not self.is_reached(n) and n not in self.uniform | self.counting:
-                raise Unshown("cat puts constants beside entries whose places depend on other samples")
 
     def _chosen(self, step: Step, ins: Sequence[int | None], own: Sequence[frozenset[int]]) -> set[int]:
         """Of what an index or a mask chooses, or writes."""

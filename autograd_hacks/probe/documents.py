@@ -139,14 +139,12 @@ class Documents:
     @cached_property
     def _kept(self) -> Tensor | None:
         """The positions that are not padding; None for all."""
-        flat = self.ids.flatten()
-        return (flat >= 0).nonzero()[:, 0] if bool((flat < 0).any()) else None
+        return (self.ids.flatten() >= 0).nonzero()[:, 0] if bool((self.ids < 0).any()) else None
 
     @cached_property
     def _ids(self) -> Tensor:
         """The document of each position that is not padding."""
-        flat = self.ids.flatten()
-        return flat if self._kept is None else flat[self._kept]
+        return self.ids.flatten() if self._kept is None else self.ids.flatten()[self._kept]
 
     @cached_property
     def _order(self) -> Tensor | None:

@@ -94,7 +94,6 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
         self.opaque: list[tuple[Entry, tuple[str, int]]] = []  # operations of other packages, and the lines that ran them
         self.thread = get_ident()
         self.is_paused = False  # while hooks of this library run
-        self.has_backwards = False  # whether its sites have what a backward pass will run
         self.is_to_count = False  # whether it must be tried if the forward does something else for other numbers of samples
         self.told: set[Site] = set()  # where outputs were compared with those of other answers to Python
         self.tried: list[Tensor] | None = None  # the samples that runs must keep for such answers; None if that isn't known
@@ -237,13 +236,14 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                 self.values[number] = x
             return number
         if any(x is other for other in self._from_before):
-            self.refused = SamplesMixed(
-                f"{MIXING}: the forward reads a tensor of shape {tuple(x.shape)} that the model has kept since its last "
-                "forward, at {}:{}. It depends on that step's samples, which enter this step's gradients without a bound. "
-                "Update it outside of the training, or without samples.".format(*place())
-                + ON_PRIVATE
+            self._refuse(
+                SamplesMixed(
+                    f"{MIXING}: the forward reads a tensor of shape {tuple(x.shape)} that the model has kept since its last "
+                    "forward, at {}:{}. It depends on that step's samples, which enter this step's gradients without a "
+                    "bound. Update it outside of the training, or without samples.".format(*place())
+                    + ON_PRIVATE
+                )
             )
-            self._raise()
         is_older = x in self._constants
         if not is_older:
             self.outside.append(x)
@@ -310,21 +310,23 @@ class Tape(torch.utils._python_dispatch.TorchDispatchMode):
                         for own in (self, other))  # fmt: skip
         return mine == theirs and self.entries == other.entries
 
-    def _raise(self) -> None:
-        if self.refused is not None and not self.goes_on:
-            raise self.refused
+    def _refuse(self, why: Exception) -> None:
+        self.refused = why
+        if not self.goes_on:
+            raise why
 
     def leaves(self, x: Tensor, way: str) -> None:
         """Called as values leave PyTorch, or change without an operation.  Raises if they depend on arguments."""
         if type(x) is not torch.nn.Parameter and self.number(x) in self.reached():
             file, line = place()
-            self.refused = ProbeFailed(
-                f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
-                f"{file}:{line}. What is computed of it outside of PyTorch can't be followed, so nothing would show that no "
-                "sample enters the gradients of others. Compute it with PyTorch's operations, or outside the model and pass "
-                "it as an argument with a row for each sample." + ON_PRIVATE
+            self._refuse(
+                ProbeFailed(
+                    f"independence of samples: the forward calls {DOORS[way]} on a tensor that depends on its arguments, at "
+                    f"{file}:{line}. What is computed of it outside of PyTorch can't be followed, so nothing would show "
+                    "that no sample enters the gradients of others. Compute it with PyTorch's operations, or outside the "
+                    "model and pass it as an argument with a row for each sample." + ON_PRIVATE
+                )
             )
-            self._raise()
 
 
 never_compile(Tape.__torch_dispatch__)

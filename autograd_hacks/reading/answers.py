@@ -2,7 +2,7 @@
 
 What follows in Python is on no tape: another answer may lead to other operations, and another batch may give it.  So the
 operations that make the answers run once more on other samples of the batch, alone.  Where these change an answer, copies of
-the model run.  Another run answers as batches may that have not come yet: not all are, one is, one is more.  Where outputs
+the model run.  Another run answers as batches may that have not come yet: not all are, one is, one is more, another is the first.  Where outputs
 of kept samples stay in both, forwards of the same operations and answers need no runs."""
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +27,7 @@ _OTHERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("all", "equal", "allclose"), lambda _: False), "any": lambda _: True,
     **dict.fromkeys(("max", "amax", "sum"), lambda x: x + 1),
     **dict.fromkeys(("min", "amin"), lambda x: x - 1),
+    **dict.fromkeys(("argmax", "argmin"), lambda x: int(x == 0)),
 }  # fmt: skip
 """By the operation that made it: another answer, whatever the samples are, if one more is there."""
 

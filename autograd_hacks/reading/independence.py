@@ -140,10 +140,9 @@ def _count(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, tape: Tape, s
             slack = most * (0.1 if x.is_cuda and eps > 1e-10 else min(1e4 * eps, 0.1))  # TF32
             if x.shape != y.shape or differs(x, y, slack).any():
                 what = f"the model's output number {slot} changed for samples at other places in a batch of {count}"
-                within.kind.tapes.forget(tape)
                 _note_mixing(within, f"{what} instead of {samples} samples. A drawn batch's size is private, too.", [slot])
-                return
-    if not is_told:
+                break
+    if within.mixing or not is_told:
         within.kind.tapes.forget(tape)
 
 
@@ -220,9 +219,6 @@ def _sites(tape: Tape, is_packed: bool) -> set[Site]:
 def _note_backwards(own: Tape, ran: Ran) -> None:
     """Notes what a pass will run that is not on the tape: hooks of this forward, and functions' backwards, each with the
     operations that it would run now.  What can't be called alone is compared in each forward."""
-    if own.has_backwards:
-        return
-    own.has_backwards = True
     own.sites |= {(OF_HOOKS, named(hooks_of[key])) for hooks_of, key in ran.users_hooks if key in hooks_of}
     for node in filter(is_users, ran.trace.nodes):
         tape, is_told = Tape(own.model, ()), not is_recomputed(node)
@@ -293,9 +289,9 @@ def show_independent(recorder: Recorder, model: nn.Module, ran: Ran) -> None:
 def _show(recorder: Recorder, copy: Copy, batch: Batch, ran: Ran, samples: int) -> None:
     within, kind, tape = ran.within, ran.within.kind, recorder.tape
     every, with_rows = _runs_for({site[0] for site in within.unknown.sites}, samples, None if tape is None else tape.tried)
-    is_new = tape is None or tape.tried is None or not any(kind.tapes.like(tape, tape.answers()))
-    if is_new and not has_processes():
-        _check_repeats(recorder, copy, batch, within, len(every) + 1 + 3 * with_rows)
+    is_new = tape is not None and (tape.tried is None or not any(kind.tapes.like(tape, tape.answers())))
+    if tape is not None and is_new and not has_processes():
+        _check_repeats(tape, copy, batch, within, len(every) + 1 + 3 * with_rows)
     unknown = within.unknown
     is_met = unknown.meets and recorder.kinds.replace is None and within.counted_at is None  # else the way out is replace=
     if is_met or not recorder.kinds.mixing_sites.isdisjoint(unknown.sites):  # runs may miss it by luck
@@ -396,14 +392,12 @@ def _check_opaque(tape: Tape) -> None:
             )
 
 
-def _check_repeats(recorder: Recorder, copy: Copy, batch: Batch, within: Within, runs: int) -> None:
+def _check_repeats(tape: Tape, copy: Copy, batch: Batch, within: Within, runs: int) -> None:
     """Raises ProbeFailed if the model runs other operations when it runs again, so that this would show nothing.
 
     runs: how many are to come; if they take long, it says so
     """
-    tape, own = recorder.tape, copy.again(batch.leaves)
-    if tape is None:
-        return
+    own = copy.again(batch.leaves)
     model = own.model
     with ABOVE.alone(model), own.running(), Switch.paused_here():
         args, kwargs = replace(batch, leaves=own.given).arguments()

@@ -156,9 +156,6 @@ class Runs:
     def _at(self, slot: int) -> Layout | None:
         return self.within.outputs[slot] if slot < len(self.within.outputs) else None
 
-    def layout(self, slot: int, shape: Sequence[int]) -> Layout | None:
-        return self._at(slot) or self._by_size(shape)
-
     def differing(self, first: Seen, other: Seen, kept: Tensor, rounds: bool) -> tuple[str, tuple[int, ...]]:
         """The difference found for the kept samples, as text for messages, or "", and the outputs that show it.
 
@@ -167,7 +164,7 @@ class Runs:
         if len(first.outputs) != len(other.outputs):
             return "how many tensors the model returns", every
         for slot, (x, y) in enumerate(zip(first.outputs, other.outputs)):
-            at = self.layout(slot, x.shape)
+            at = self._at(slot) or self._by_size(x.shape)
             if self.are_parts and at is not None:
                 count = int(kept.sum())
                 x = at.samples_first(x, self.samples)[kept.to(x.device)]
@@ -178,9 +175,8 @@ class Runs:
                 return f"the model's output number {slot} (shape {tuple(first.outputs[slot].shape)})", (slot,)
         for name in (*first.left, *other.left):
             one, another = first.left.get(name), other.left.get(name)
-            if one is None or another is None or one.shape != another.shape:
-                return f"what the forward leaves in {name}", every
-            if _changes(one, another, self._by_size(one.shape), kept, rounds):
+            is_other = one is None or another is None or one.shape != another.shape
+            if is_other or _changes(first.left[name], other.left[name], self._by_size(first.left[name].shape), kept, rounds):
                 return f"what the forward leaves in {name}", every
         return _differing_rows(first.rows, other.rows, kept, rounds), every
 

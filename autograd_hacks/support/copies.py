@@ -100,16 +100,18 @@ class Copy:
         self._is_first = before is None
         self._not_ours: set[int] = {id(p) for p in model.parameters()} | (set() if before is None else before._not_ours)
         self._places = list[tuple[Place, Any]]()  # with what each holds while the copy runs
-        places: list[Place] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-        state, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-        places += [(partial(state, device), partial(put, device=device)) for device in cuda_devices_of(model)]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            places.append((partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
-        places += [_attribute(torch_module, name) for name in ("_global_forward_pre_hooks", "_global_forward_hooks")]
+        state, put, numpy = torch.cuda.get_rng_state, torch.cuda.set_rng_state, sys.modules.get("numpy")
+        places: list[Place] = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            *((partial(state, device), partial(put, device=device)) for device in cuda_devices_of(model)),
+            *([] if numpy is None else [(partial(numpy.random.get_state, legacy=False), numpy.random.set_state)]),
+            *(_attribute(torch_module, name) for name in ("_global_forward_pre_hooks", "_global_forward_hooks")),
+            _attribute(parametrize, "_cache"),
+        ]
         with without_collection():
-            self._enter("the program", [*places, _attribute(parametrize, "_cache")])
-            for place, held in () if before is None else before._places:
-                self._places.append((place, self._copy(held, "")))
+            self._enter("the program", places)
+            self._places += [(place, self._copy(held, "")) for place, held in ([] if before is None else before._places)]
             self.model: nn.Module = self._copy(model, "the model")
             self.given = self._copy(given, "its arguments")
         if marks is not None:

@@ -41,6 +41,7 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "a branch where one is large": lambda x: x * 2 if (x > 3).any() else x,
     "a branch where all are small": lambda x: x if (x < 3).all() else x * 2,
     "a branch of equal samples": lambda x: x if torch.equal(x[0] > 3, x[1] > 3) else x * 2,
+    "a branch by the largest": lambda x: x * 2 if int(x[:, 0].argmax()) == 0 else x,
     "a branch by the mean": lambda x: x * 2 if x[:, 0].mean() > 0.5 else x,
     "cut to the longest": lambda x: x[:, : int((x[:, :3] < 3).sum(1).max())].sum(1, keepdim=True),
     "places in all rows": lambda x: (x > 3).float().take(torch.arange(24).flip(0).view(6, 4)),
