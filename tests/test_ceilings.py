@@ -13,7 +13,7 @@ from test_layout import ROOMS
 import autograd_hacks
 
 ROOT = Path(__file__).parent.parent
-CEILINGS = {"core": 14733, "rooms": 4466, "tests": 19768, "benchmarks": 1740}
+CEILINGS = {"core": 14698, "rooms": 4466, "tests": 19768, "benchmarks": 1740}
 """The largest numbers of statements.  Lower them when statements go; what moves takes its share along."""
 SLACK = 100
 """A ceiling must be less than this above the number, so that what was removed can't grow again."""

@@ -2,8 +2,8 @@
 
 What follows in Python is on no tape: another answer may lead to other operations, and another batch may give it.  So the
 operations that make the answers run once more on other samples of the batch, alone.  Where these change an answer, copies of
-the model run.  Another run answers as batches may that have not come yet: not all are, one is, one is more, another is the first.  Where outputs
-of kept samples stay in both, forwards of the same operations and answers need no runs."""
+the model run.  Another run answers as batches may that have not come yet: not all are, one is, one is more, another is the
+largest.  Where outputs of kept samples stay in both, forwards of the same operations and answers need no runs."""
 
 from collections.abc import Callable, Collection, Sequence
 from operator import gt, lt
