@@ -92,7 +92,9 @@ def _unshown(reading: _Reading, roots: Sequence[tuple[Tensor, Label]]) -> Unshow
     except Unshown as error:
         return error
     except Exception as error:  # a law lacks a case, so it shows nothing but what was seen so far
-        return Unshown(f"the law of an operation failed with {type(error).__name__}: {error}")
+        return Unshown(f"the law of an operation failed with {type(error).__name__}: {error}").with_traceback(
+            error.__traceback__
+        )
     return None
 
 
